@@ -1,0 +1,67 @@
+"""The seam to transformers: routing for its causal language models."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from mixdepth.config import DepthConfig
+from mixdepth.hf.architectures import SUPPORTED, check_supported, decoder_layers
+from mixdepth.hf.cache import RoutedCacheLayer
+from mixdepth.hf.model import PREFIX, RoutedCausalLM, RoutedCausalLMOutput, route_layers, routed_classes
+
+__all__ = [
+    "RoutedCacheLayer",
+    "RoutedCausalLM",
+    "RoutedCausalLMOutput",
+    "route",
+    "set_capacity",
+    "supported_architectures",
+]
+
+
+def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings: Any) -> RoutedCausalLM:
+    """Route a causal language model, in place: `route(model, capacity=0.125, every=2)`.
+
+    Settings are the fields of `DepthConfig`, or one such value. The model keeps its weights and
+    their names; each routed layer gets a new router.
+    """
+    if config is None:
+        config = DepthConfig(**settings)
+    elif settings:
+        raise ValueError(f"give a DepthConfig or settings, not both: {', '.join(settings)}")
+    config = replace(config, causal=config.causal or "predictor")
+    if isinstance(model, RoutedCausalLM):
+        raise ValueError("the model is routed already: change its capacity with mixdepth.set_capacity")
+    check_supported(model)
+    config.routed_layers(len(decoder_layers(model)))
+    config_class, model_class = routed_classes(model.config.model_type)
+
+    # The user's config object may build other models: route a copy, and hand it to every module.
+    old, new = model.config, copy.deepcopy(model.config)
+    new.__class__ = config_class
+    new.depth = config.to_dict()
+    new.architectures = [model_class.__name__]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is old:
+                setattr(module, name, new)
+    model.__class__ = model_class
+    route_layers(model, config)
+    return model  # type: ignore[return-value]
+
+
+def set_capacity(model: RoutedCausalLM, capacity: float | Sequence[float]) -> None:
+    """Change the capacity of a routed model: one for all routed layers, or one for each."""
+    config = replace(model.depth_config, capacity=capacity)
+    capacities = config.routed_layers(len(decoder_layers(model))).values()
+    for router, value in zip(model.depth_routers, capacities, strict=True):
+        router.capacity = value
+    model.config.depth = config.to_dict()
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """The model types that can be routed: those that the tests hold to the laws."""
+    return SUPPORTED

@@ -1,0 +1,106 @@
+"""RoutedLayer: what a decoder layer of transformers becomes when it is routed.
+
+Shapes: B batch, T tokens in the stream, R rows with a chosen token, K slots, D width.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixdepth.hf.cache import CacheWrite, routed_cache_layer
+from mixdepth.hf.mask import real_tokens, routed_mask
+from mixdepth.router import Router
+from mixdepth.routing import Route
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+TOKENWISE = ("position_ids", "position_embeddings")
+"""Arguments of a decoder layer that are indexed by token, beside the stream and the mask."""
+
+
+@dataclass
+class DepthContext:
+    """What one forward pass of the model tells its routed layers, and what they report back.
+
+    It travels as an argument, so that recomputation under activation checkpointing sees the same.
+    """
+
+    lookahead: bool
+    routes: dict[int, Route] = field(default_factory=dict)
+
+
+class RoutedLayer(nn.Module):
+    """Mixin before a decoder layer class: the layer's own forward then gets the chosen tokens only."""
+
+    depth_router: Router
+    depth_index: int
+    argument_names: tuple[str, ...]
+    cache_name: str
+
+    def forward(self, hidden_states: Tensor, *args: Any, depth: DepthContext | None = None, **kwargs: Any) -> Tensor:
+        x = hidden_states
+        kwargs.update(zip(self.argument_names, args, strict=False))
+        lookahead = self.depth_router.looks_ahead if depth is None else depth.lookahead
+        real = real_tokens(kwargs.get("attention_mask"), x.shape[1])
+        route = self.depth_router(x, None if real is None else real.expand(x.shape[:2]), lookahead)
+        if depth is not None:
+            depth.routes[self.depth_index] = route
+        past = kwargs.pop(self.cache_name, None)
+        if lookahead:
+            return self._process(x, route, kwargs)
+
+        # Causal: run on the rows and slots that are needed, and not at all if there are none.
+        layer = None if past is None else routed_cache_layer(past, self.depth_index, x.shape[0])
+        rows, counts, route = route.narrow()
+        if rows:
+            write = None if layer is None else layer.write(rows, counts, route.index + layer.seen)
+            if len(rows) == x.shape[0]:
+                x = self._process(x, route, kwargs, write)
+            else:
+                busy = torch.tensor(rows, device=x.device)
+                kwargs = {name: _select_rows(value, busy, x.shape[0]) for name, value in kwargs.items()}
+                x = x.index_copy(0, busy, self._process(x[busy], route, kwargs, write))
+        if layer is not None:
+            layer.seen += hidden_states.shape[1]
+        return x
+
+    def _process(self, x: Tensor, route: Route, kwargs: dict[str, Any], write: CacheWrite | None = None) -> Tensor:
+        """Gather the route's tokens and all that belongs to them, run the layer on them, blend."""
+        kwargs = {name: _gather(name, value, route) for name, value in kwargs.items()}
+        mask = kwargs["attention_mask"]
+        if write is not None:
+            kwargs["attention_mask"] = write.mask(mask, route, x.shape[1])
+        elif mask is not None:
+            kwargs["attention_mask"] = routed_mask(mask, route, route.index, route.count, route.index, x.shape[1] - 1)
+        kwargs[self.cache_name] = write
+        return route.blend(x, super().forward(route.gather(x), **kwargs))
+
+
+@cache
+def routed_layer_class(layer_class: type[nn.Module]) -> type[RoutedLayer]:
+    """The subclass of a decoder layer class that routes; the layer's parameters keep their names."""
+    names = tuple(inspect.signature(layer_class.forward).parameters)[2:]  # without self and the stream
+    (cache_name,) = [name for name in CACHE_NAMES if name in names]
+    namespace = {"argument_names": names, "cache_name": cache_name, "__module__": __name__}
+    return type(f"Routed{layer_class.__name__}", (RoutedLayer, layer_class), namespace)
+
+
+def _select_rows(value: Any, rows: Tensor, batch_size: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_select_rows(item, rows, batch_size) for item in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch_size:
+        return value[rows]
+    return value
+
+
+def _gather(name: str, value: Any, route: Route) -> Any:
+    if name in TOKENWISE:
+        if isinstance(value, tuple):
+            return tuple(_gather(name, item, route) for item in value)
+        return value if value is None else route.gather(value)
+    if name != "attention_mask" and isinstance(value, Tensor) and value.ndim > 1:
+        raise ValueError(f"the layer argument {name!r}, a tensor of shape {tuple(value.shape)}, cannot be routed")
+    return value

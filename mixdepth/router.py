@@ -1,0 +1,141 @@
+"""Router: scores tokens, decides which are processed, and weighs them. The only place that decides.
+
+Shapes: B batch, T tokens, D width, H hidden units of the predictor.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixdepth.config import DepthConfig, Gate
+from mixdepth.routing import Route, slots, top_k
+
+
+class Router(nn.Module):
+    """A linear score for each token, r = w . x, and what follows from it.
+
+    With look-ahead it chooses the row's top k tokens; without, each token by itself: by the
+    predictor or by the sign of its own score, as `config.causal` says.
+    """
+
+    capacity: float
+    forced_lookahead: bool = False
+
+    def __init__(self, width: int, config: DepthConfig, capacity: float) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.gate = config.gate
+        self.causal = config.causal
+        self.init_std = config.init_std
+        self.weight = nn.Parameter(torch.empty(1, width, dtype=router_dtype()))
+        self.predictor = Predictor(width, config.predictor_width) if config.causal == "predictor" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.init_std)
+
+    def forward(self, x: Tensor, real: Tensor | None = None, lookahead: bool | None = None) -> Route:
+        """Route the stream x (B, T, D); `real` (B, T) is False at padding tokens.
+
+        `lookahead` says whether later tokens may be seen; by default as the module's mode has it.
+        """
+        if lookahead is None:
+            lookahead = self.looks_ahead
+        if real is None:
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        logits = self.score(x)  # (B, T)
+        predictor_logits = None if self.predictor is None else self.predictor(x)  # (B, T)
+        num_tokens = x.shape[1]
+        if lookahead:
+            chosen = top_k(logits.masked_fill(~real, -torch.inf), slots(self.capacity, real.sum(1)))
+            num_slots = slots(self.capacity, num_tokens)
+        else:
+            guess = logits if predictor_logits is None else predictor_logits
+            chosen = real & (guess > self.threshold)
+            num_slots = num_tokens
+        return Route.choose(chosen, weigh(logits, self.gate), logits, predictor_logits, real, num_slots)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether top-k chooses: in training, in `mixdepth.lookahead`, and where there is no causal rule."""
+        return self.training or self.forced_lookahead or self.causal is None
+
+    @property
+    def threshold(self) -> float:
+        """The logit that a token must exceed by the causal rule: even odds; none at full capacity."""
+        return 0.0 if self.capacity < 1 else -torch.inf
+
+    def score(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T), in float32 or better even under autocast."""
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype))[..., 0]
+
+    def extra_repr(self) -> str:
+        return f"capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
+
+
+class Predictor(nn.Module):
+    """Guesses from one token whether top-k would choose it. No gradient leaves it for the model."""
+
+    def __init__(self, width: int, hidden: float) -> None:
+        super().__init__()
+        num_hidden = max(1, round(hidden * width)) if hidden else 0
+        self.up = nn.Linear(width, num_hidden or 1, dtype=router_dtype())
+        self.down = nn.Linear(num_hidden, 1, dtype=router_dtype()) if num_hidden else None
+
+    def reset_parameters(self) -> None:
+        self.up.reset_parameters()
+        if self.down is not None:
+            self.down.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T)"""
+        dtype = self.up.weight.dtype
+        # Normalised, since the stream's scale grows over layers and training by orders of magnitude.
+        h = self.up(F.rms_norm(x.detach().to(dtype), x.shape[-1:]))  # (B, T, H)
+        if self.down is not None:
+            h = self.down(F.silu(h))  # (B, T, 1)
+        return h[..., 0].to(dtype)
+
+
+def router_dtype() -> torch.dtype:
+    """At least float32, whatever the model's dtype: in bf16 many scores tie, and ties reorder the top-k."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def weigh(logits: Tensor, gate: Gate) -> Tensor:
+    """The gate: how far a chosen token moves, from its score."""
+    match gate:
+        case "raw":
+            return logits
+        case "sigmoid":
+            return logits.sigmoid()
+        case "tanh":
+            return logits.tanh()
+        case "unit":
+            return 1 + logits.tanh()
+        case "one":
+            return torch.ones_like(logits)
+
+
+@contextmanager
+def lookahead(model: nn.Module) -> Iterator[None]:
+    """Within this context the model's routers choose by top-k in evaluation, seeing later tokens.
+
+    Losses measured so are not those of sampling; `generate()` stays causal.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        raise ValueError(f"{type(model).__name__} has no routers: it is not routed")
+    before = [router.forced_lookahead for router in routers]
+    for router in routers:
+        router.forced_lookahead = True
+    try:
+        yield
+    finally:
+        for router, value in zip(routers, before, strict=True):
+            router.forced_lookahead = value

@@ -1,0 +1,109 @@
+"""Routes: which tokens a block processes, and how far each one moves.
+
+Pure tensor code: no modules, no parameters, no configuration.
+Shapes: B batch, T tokens in the stream, K slots in the route (K <= T), D width.
+"""
+
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from mixdepth.config import as_ratio
+
+Count = TypeVar("Count", int, Tensor)
+
+
+def slots(capacity: float, length: Count) -> Count:
+    """ceil(capacity * length) in exact arithmetic, for a number or a tensor of lengths.
+
+    >>> slots(0.07, 100), slots(0.125, 3)
+    (7, 1)
+    """
+    numerator, denominator = as_ratio(capacity)
+    return (length * numerator + (denominator - 1)) // denominator
+
+
+class Route(NamedTuple):
+    """A weighted choice of tokens. Chosen tokens fill the first `count` slots, in stream order.
+
+    The remaining slots are padding: they hold tokens that were not chosen, at weight 0. So the
+    indices of a row are always distinct, and shapes need not depend on the data.
+    """
+
+    index: Tensor  # (B, K) long: where each slot's token lives in the stream
+    weight: Tensor  # (B, K): 0 keeps the token as it was, 1 replaces it by its processed self
+    count: Tensor  # (B,) long: how many slots are chosen tokens
+    logits: Tensor  # (B, T) at least float32: the router's scores
+    predictor_logits: Tensor | None  # (B, T): the predictor's guess, where there is one
+    real: Tensor  # (B, T) bool: False for padding tokens
+
+    @classmethod
+    def choose(
+        cls,
+        chosen: Tensor,
+        weight: Tensor,
+        logits: Tensor,
+        predictor_logits: Tensor | None,
+        real: Tensor,
+        num_slots: int,
+    ) -> "Route":
+        """The route of the tokens in the mask `chosen` (B, T), each moved by its `weight` (B, T)."""
+        index = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :num_slots]  # (B, K)
+        count = chosen.sum(1)  # (B,)
+        used = torch.arange(num_slots, device=index.device) < count[:, None]  # (B, K)
+        # where, not a product: an infinite score of a padding token would give 0 * inf = NaN
+        return cls(index, weight.gather(1, index).where(used, 0), count, logits, predictor_logits, real)
+
+    @property
+    def used(self) -> Tensor:
+        """(B, K) bool: the slots that hold chosen tokens."""
+        return torch.arange(self.index.shape[1], device=self.index.device) < self.count[:, None]
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, T) bool: the chosen tokens."""
+        return torch.zeros_like(self.real).scatter(1, self.index, self.used)
+
+    @property
+    def capacity(self) -> Tensor:
+        """() float: the realised capacity, chosen tokens per real token."""
+        return self.count.sum() / self.real.sum().clamp(min=1)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Take the slots along the token axis `dim`: (B, ..., T, ...) -> (B, ..., K, ...)."""
+        shape = [self.index.shape[0], *[1] * (x.ndim - 1)]
+        shape[dim] = self.index.shape[1]
+        size = [*x.shape]
+        size[0], size[dim] = self.index.shape[0], self.index.shape[1]
+        x = x.expand(size[0], *x.shape[1:])  # one row for all, as in position ids
+        return x.gather(dim, self.index.view(shape).expand(size))
+
+    def blend(self, x: Tensor, y: Tensor) -> Tensor:
+        """Move the chosen tokens of the stream x (B, T, D) towards y (B, K, D).
+
+        This is x + weight * (y - x), Eq. 1 of the paper with y - x for f(x). Written as a lerp it is
+        exact at weights 0 and 1, and as a scatter of distinct indices it is deterministic.
+        """
+        moved = torch.lerp(self.gather(x), y.to(x.dtype), self.weight[..., None].to(x.dtype))
+        return x.scatter(1, self.index[..., None].expand_as(moved), moved)
+
+    def narrow(self) -> tuple[list[int], list[int], "Route"]:
+        """Drop the rows without a chosen token and the slots that no row needs.
+
+        Returns the rows that are left, how many tokens each of them chose, and their route. This
+        reads the counts on the host, so it is for evaluation; training keeps its shapes.
+        """
+        counts = self.count.tolist()
+        rows = [row for row, count in enumerate(counts) if count]
+        num_slots = max(counts, default=0)
+        route = self if len(rows) == len(counts) else Route(*(t if t is None else t[rows] for t in self))
+        route = route._replace(index=route.index[:, :num_slots], weight=route.weight[:, :num_slots])
+        return rows, [counts[row] for row in rows], route
+
+
+def top_k(scores: Tensor, k: Tensor) -> Tensor:
+    """Mask (B, T) of the k (B,) highest scores of each row; among equals the earlier token wins."""
+    order = scores.argsort(dim=1, descending=True, stable=True)  # (B, T): tokens from best to worst
+    winners = torch.arange(scores.shape[1], device=scores.device) < k[:, None]  # (B, T)
+    return torch.zeros_like(winners).scatter(1, order, winners)
