@@ -88,11 +88,11 @@ class DepthConfig:
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
 
     def routed_layers(self, num_layers: int) -> dict[int, float]:
-        """The routed layers of a model with `num_layers` layers, each with its capacity."""
+        """The routed layers of a model with `num_layers` layers, in order, each with its capacity."""
         if self.layers is not None:
-            layers = sorted(self.layers)
-            if layers[-1] >= num_layers:
-                raise ValueError(f"layers names layer {layers[-1]}, but the model's {num_layers} layers end at {num_layers - 1}")
+            layers = list(self.layers)
+            if max(layers) >= num_layers:
+                raise ValueError(f"layers must be below the model's {num_layers} layers, not {max(layers)}")
         else:
             if self.every > num_layers:
                 raise ValueError(f"every must be at most the model's {num_layers} layers, not {self.every}")
@@ -100,11 +100,10 @@ class DepthConfig:
             if first >= num_layers:
                 raise ValueError(f"first must be below the model's {num_layers} layers, not {first}")
             layers = list(range(first, num_layers, self.every))
-        if not isinstance(self.capacity, tuple):
-            return dict.fromkeys(layers, self.capacity)
-        if len(self.capacity) != len(layers):
-            raise ValueError(f"capacity lists {len(self.capacity)} values for {len(layers)} routed layers {layers}")
-        return dict(zip(layers, self.capacity, strict=True))
+        capacities = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,) * len(layers)
+        if len(capacities) != len(layers):
+            raise ValueError(f"capacity lists {len(capacities)} values for {len(layers)} routed layers {layers}")
+        return dict(sorted(zip(layers, capacities, strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, with the version of the format."""

@@ -62,14 +62,16 @@ class Routed(nn.Module):
         """Process the stream x (B, T, D); `mask` (B, T) is True at real tokens, False at padding."""
         if mask is not None and self.slot_mask is None:
             raise ValueError("a mask leaves slots unused: name the block's keyword for them with slot_mask=...")
-        route = self.route = self.router(x, mask)
+        route: Route = self.router(x, mask)
+        self.route = route
         for name, axes in self.tokenwise.items():
             if kwargs.get(name) is not None:
                 for axis in (axes,) if isinstance(axes, int) else axes:
                     kwargs[name] = route.gather(kwargs[name], axis)
         if self.slot_mask is not None:
             kwargs[self.slot_mask] = route.used
-        return route.blend(x, self.block(route.gather(x), **kwargs))
+        y: Tensor = self.block(route.gather(x), **kwargs)  # (B, K, D)
+        return route.blend(x, y)
 
 
 def routing_loss(model: nn.Module) -> Tensor:
@@ -81,7 +83,9 @@ def routing_loss(model: nn.Module) -> Tensor:
     blocks = [module for module in model.modules() if isinstance(module, Routed)]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no Routed block")
-    if any(block.route is None for block in blocks):
-        raise ValueError("routing_loss needs a forward pass first")
-    losses = [loss.coef * loss.value for block in blocks for loss in routing_losses([block.route], block.config)]
-    return torch.stack(losses).mean() if losses else torch.zeros((), device=blocks[0].router.weight.device)
+    losses = []
+    for block in blocks:
+        if block.route is None:
+            raise ValueError("routing_loss needs a forward pass first")
+        losses += [loss.coef * loss.value for loss in routing_losses([block.route], block.config)]
+    return torch.stack(losses).mean() if losses else torch.zeros((), device=blocks[0].router.projection.weight.device)

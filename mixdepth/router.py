@@ -30,12 +30,14 @@ class Router(nn.Module):
         self.gate = config.gate
         self.causal = config.causal
         self.init_std = config.init_std
-        self.weight = nn.Parameter(torch.empty(1, width, dtype=router_dtype()))
+        self.projection = nn.Linear(width, 1, bias=False, dtype=router_dtype())
         self.predictor = Predictor(width, config.predictor_width) if config.causal == "predictor" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.init_std)
+        nn.init.normal_(self.projection.weight, std=self.init_std)
+        if self.predictor is not None:
+            self.predictor.reset_parameters()
 
     def forward(self, x: Tensor, real: Tensor | None = None, lookahead: bool | None = None) -> Route:
         """Route the stream x (B, T, D); `real` (B, T) is False at padding tokens.
@@ -70,9 +72,9 @@ class Router(nn.Module):
 
     def score(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype))[..., 0]
+            return F.linear(x.to(dtype), self.projection.weight.to(dtype))[..., 0]
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
@@ -99,7 +101,8 @@ class Predictor(nn.Module):
         h = self.up(F.rms_norm(x.detach().to(dtype), x.shape[-1:]))  # (B, T, H)
         if self.down is not None:
             h = self.down(F.silu(h))  # (B, T, 1)
-        return h[..., 0].to(dtype)
+        logits: Tensor = h[..., 0].to(dtype)
+        return logits
 
 
 def router_dtype() -> torch.dtype:

@@ -31,9 +31,9 @@ class Route(NamedTuple):
     indices of a row are always distinct, and shapes need not depend on the data.
     """
 
-    index: Tensor  # (B, K) long: where each slot's token lives in the stream
+    index: Tensor  # type: ignore[assignment]  # (B, K) long: where each slot's token lives in the stream
     weight: Tensor  # (B, K): 0 keeps the token as it was, 1 replaces it by its processed self
-    count: Tensor  # (B,) long: how many slots are chosen tokens
+    count: Tensor  # type: ignore[assignment]  # (B,) long: how many slots are chosen tokens
     logits: Tensor  # (B, T) at least float32: the router's scores
     predictor_logits: Tensor | None  # (B, T): the predictor's guess, where there is one
     real: Tensor  # (B, T) bool: False for padding tokens
@@ -97,9 +97,10 @@ class Route(NamedTuple):
         counts = self.count.tolist()
         rows = [row for row, count in enumerate(counts) if count]
         num_slots = max(counts, default=0)
-        route = self if len(rows) == len(counts) else Route(*(t if t is None else t[rows] for t in self))
-        route = route._replace(index=route.index[:, :num_slots], weight=route.weight[:, :num_slots])
-        return rows, [counts[row] for row in rows], route
+        short = self._replace(index=self.index[:, :num_slots], weight=self.weight[:, :num_slots])
+        if len(rows) < len(counts):
+            short = Route(*(None if field is None else field[rows] for field in short))  # type: ignore[arg-type]
+        return rows, [counts[row] for row in rows], short
 
 
 def top_k(scores: Tensor, k: Tensor) -> Tensor:

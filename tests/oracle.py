@@ -56,7 +56,9 @@ class OracleForward(RoutedLayer):
             hidden = hidden | torch.eye(num_tokens, dtype=torch.bool) * ~hidden.any(1, keepdim=True)
             layer_mask = hidden[None, None]
             if mask is not None and mask.dtype != torch.bool:
-                layer_mask = torch.zeros_like(layer_mask, dtype=x.dtype).masked_fill(~layer_mask, torch.finfo(x.dtype).min)
+                layer_mask = torch.zeros_like(layer_mask, dtype=x.dtype).masked_fill(
+                    ~layer_mask, torch.finfo(x.dtype).min
+                )
             y = super(RoutedLayer, self).forward(x[None], attention_mask=layer_mask, **one_row)[0]
             out = []
             for token in range(num_tokens):
@@ -73,14 +75,14 @@ class OracleForward(RoutedLayer):
     def record(self, depth: DepthContext, x: Tensor, picks: Tensor, real: Tensor) -> None:
         """Report the choice for the routing losses."""
         router = self.depth_router
-        scores = torch.stack([torch.stack([router.weight[0] @ token for token in row]) for row in x])
+        scores = torch.stack([torch.stack([router.projection.weight[0] @ token for token in row]) for row in x])
         guesses = None if router.predictor is None else router.predictor(x)
         depth.routes[self.depth_index] = Route.choose(picks, scores, scores, guesses, real, x.shape[1])
 
     def pick(self, x: Tensor, real: list[int], lookahead: bool) -> list[int]:
         router = self.depth_router
         if lookahead:
-            scores = {token: (router.weight[0] @ x[token]).item() for token in real}
+            scores = {token: (router.projection.weight[0] @ x[token]).item() for token in real}
             k = math.ceil(Fraction(str(router.capacity)) * len(real))
             return sorted(sorted(real, key=lambda token: -scores[token])[:k])
         return [token for token in real if router.capacity == 1 or self.guess(x[token]) > 0]
@@ -88,11 +90,11 @@ class OracleForward(RoutedLayer):
     def guess(self, token: Tensor) -> Tensor:
         router = self.depth_router
         if router.predictor is None:
-            return router.weight[0] @ token
+            return router.projection.weight[0] @ token
         return router.predictor(token[None, None])[0, 0]
 
     def weigh(self, token: Tensor) -> Tensor | float:
-        score = self.depth_router.weight[0] @ token
+        score = self.depth_router.projection.weight[0] @ token
         return {
             "raw": score,
             "sigmoid": 1 / (1 + torch.exp(-score)),

@@ -1,6 +1,7 @@
 """Tiny models that hide nothing: grouped-query attention, a short sliding window, layer 0 routed."""
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ SETTINGS = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "attention_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    **dict.fromkeys(("residual_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
 }
 """Values for whichever of these settings an architecture's config has."""
 
@@ -70,7 +74,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 def tiny_config(architecture: str, **settings: Any) -> Any:
     config_class = CONFIG_MAPPING[architecture]
-    known = {*config_class.default_config_fields(), *config_class.attribute_map}
+    known = {*(field.name for field in fields(config_class)), *config_class.attribute_map}
     chosen = {name: value for name, value in SETTINGS.items() if name in known}
     return config_class(**{**chosen, **EXCEPTIONS.get(architecture, {}), **settings})
 
@@ -97,7 +101,7 @@ def routed(
     torch.manual_seed(seed + 1)
     with torch.no_grad():
         for router in model.depth_routers:
-            router.weight.normal_(std=0.5)
+            router.projection.weight.normal_(std=0.5)
             if router.predictor is not None:
                 for parameter in router.predictor.parameters():
                     parameter.normal_()

@@ -1,7 +1,6 @@
 """The seam to transformers: routing for its causal language models."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,8 @@ from transformers import PreTrainedModel
 from mixdepth.config import DepthConfig
 from mixdepth.hf.architectures import SUPPORTED, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
-from mixdepth.hf.model import PREFIX, RoutedCausalLM, RoutedCausalLMOutput, route_layers, routed_classes
+from mixdepth.hf.layer import RoutedLayer
+from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, route_layers, routed_classes
 
 __all__ = [
     "RoutedCacheLayer",
@@ -50,12 +50,15 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
                 setattr(module, name, new)
     model.__class__ = model_class
     route_layers(model, config)
-    return model  # type: ignore[return-value]
+    for layer in decoder_layers(model):
+        if isinstance(layer, RoutedLayer):
+            layer.depth_router.to(next(layer.parameters()).device)
+    return model
 
 
-def set_capacity(model: RoutedCausalLM, capacity: float | Sequence[float]) -> None:
+def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[float, ...]) -> None:
     """Change the capacity of a routed model: one for all routed layers, or one for each."""
-    config = replace(model.depth_config, capacity=capacity)
+    config = replace(model.depth_config, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
     capacities = config.routed_layers(len(decoder_layers(model))).values()
     for router, value in zip(model.depth_routers, capacities, strict=True):
         router.capacity = value

@@ -1,25 +1,140 @@
 """Which architectures of transformers can be routed, and why the others cannot."""
 
-import torch.nn as nn
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-SUPPORTED = ("llama",)
-"""Model types that pass the laws in tests/test_laws.py, which runs over exactly this list."""
+SUPPORTED = (
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aria_text",
+    "axk1",
+    "biogpt",
+    "bitnet",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "diffllama",
+    "doge",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "flint",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "jais2",
+    "jetmoe",
+    "kolibri1",
+    "laguna",
+    "llama",
+    "mellum",
+    "mimo_v2_flash",
+    "minicpm3",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "modernbert-decoder",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "stablelm",
+    "starcoder2",
+    "vaultgemma",
+    "youtu",
+)
+"""Model types that hold the laws: tests/test_architectures.py runs over exactly this list."""
 
-REFUSED: dict[str, str] = {}
-"""Model types with a decoder layer of the common kind that still cannot be routed, with the reason."""
+_RECURRENT = "its layers carry a state from token to token, which a skipped token would break"
+_INDEXED = "its attention keeps an index of every token beside the cache"
+_SHARED = "its layers share keys and values, which needs the same tokens in all of them"
+_TUPLE = "its layers return a tuple"
+
+REFUSED = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"), _RECURRENT),
+    **dict.fromkeys(("bamba", "jamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"), _RECURRENT),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid"), _RECURRENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "inkling_text", "zaya"), _RECURRENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"), _INDEXED),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED),
+    **dict.fromkeys(("falcon", "gptj", "gpt_neo", "bloom", "codegen", "mpt"), _TUPLE),
+    "llama4_text": "its attention counts positions from the cache instead of taking them as an argument",
+    "hrm_text": "it runs its layers more than once in a forward pass",
+}
+"""Why some decoders cannot be routed."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The model's stack of decoder layers."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    stacks = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    return stacks[0]
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise AssertionError(f"{type(model).__name__} has no stack of {num_layers} layers")
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse, by name and with the reason, a model that cannot be routed."""
+    """Refuse a model that cannot be routed, by name and with the reason."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{name} is not a transformers model: for a block of your own use mixdepth.Routed")
-    model_type = model.config.model_type
+        raise ValueError(f"{name} is not a transformers model: to route a block of your own use mixdepth.Routed")
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder: only decoders (causal language models) can be routed")
+    if config.model_type not in SUPPORTED:
+        reason = REFUSED.get(config.model_type, "an encoder, or a decoder of a kind that no test covers")
+        raise ValueError(f"{name} (model type {config.model_type!r}) cannot be routed: {reason}")
+    causal_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if type(model) is not causal_class:
+        raise ValueError(f"{name} is not a causal language model: load the model as {causal_class.__name__}")
+    if getattr(config, "quantization_config", None) is not None or getattr(model, "is_quantized", False):
+        raise ValueError(f"{name} is quantised, which cannot be routed yet: load it without quantization_config")
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{name} attends to an encoder (add_cross_attention=True), which cannot be routed")
+    if getattr(config, "is_causal", True) is False:
+        raise ValueError(f"{name} attends in both directions (is_causal=False): only causal models can be routed")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} cannot take the masks of routed layers: "
+            "load the model with 'sdpa' or 'eager'"
+        )

@@ -67,7 +67,9 @@ class RoutedCacheLayer(CacheLayerMixin):
         """Drop what lies behind the sliding window of every token to come."""
         if self.sliding_window is None or self.record_past:
             return
-        assert self.columns is not None and self.keys is not None and self.values is not None
+        assert self.columns is not None
+        assert self.keys is not None
+        assert self.values is not None
         expired = (self._used() & (self.columns <= self.seen - self.sliding_window)).sum(1)  # (B,)
         last = self.columns.shape[1] - 1
         order = (torch.arange(last + 1, device=expired.device) + expired[:, None]).clamp(max=last)  # (B, S)

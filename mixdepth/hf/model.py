@@ -24,7 +24,7 @@ from mixdepth.hf.architectures import SUPPORTED, decoder_layers
 from mixdepth.hf.cache import refuse_cache
 from mixdepth.hf.layer import DepthContext, RoutedLayer, routed_layer_class
 from mixdepth.losses import routing_losses
-from mixdepth.router import Predictor, Router
+from mixdepth.router import Router
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
@@ -115,7 +115,7 @@ class RoutedCausalLM(PreTrainedModel):
         return [layer.depth_router for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (Router, Predictor)):
+        if isinstance(module, Router):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -149,10 +149,10 @@ def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
     width = model.config.get_text_config(decoder=True).hidden_size
     for index, capacity in config.routed_layers(len(layers)).items():
         layer: Any = layers[index]
-        layer.__class__ = routed_layer_class(type(layer))
+        layer_class: Any = type(layer)
+        layer.__class__ = routed_layer_class(layer_class)
         layer.depth_index = index
-        layer.depth_router = Router(width, config, capacity).to(next(layer.parameters()).device)
-        layer.depth_router.train(layer.training)
+        layer.depth_router = Router(width, config, capacity).train(layer.training)
         model._no_split_modules.add(type(layer).__name__)
     model._keep_in_fp32_modules_strict.add(ROUTER_NAME)
 
@@ -189,9 +189,11 @@ def routed_classes(model_type: str) -> tuple[type[PreTrainedConfig], type[Routed
     globals().update({cls.__name__: cls for cls in (config_class, model_class)})  # so that they pickle
     AutoConfig.register(PREFIX + model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
-    mapping = get_checkpoint_conversion_mapping(model_type)  # vanilla key names in checkpoints
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(PREFIX + model_type, mapping, overwrite=True)
+    # Key names in checkpoints stay those of the dense model, where they differ from its module names.
+    for theirs, name in ((model_type, PREFIX + model_type), (model_base.__name__, model_class.__name__)):
+        mapping = get_checkpoint_conversion_mapping(theirs)
+        if mapping is not None:
+            register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
     return config_class, model_class
 
 

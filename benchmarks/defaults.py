@@ -1,0 +1,90 @@
+"""How the defaults of DepthConfig were chosen: short trainings over gate x initialisation and more.
+
+Each run trains a routed Llama over bytes (width 64, 4 layers, 0.2 M parameters) for 800 steps of
+8 x 256 bytes of the standard library, AdamW with a cosine schedule, and reports the held-out loss
+with causal routing, with look-ahead beside it. Results are appended to defaults.jsonl; a run that is
+there already is not repeated, so the script may be stopped and started again. `--table` prints means
+and spreads over seeds.
+
+    python benchmarks/defaults.py [--table]
+"""
+
+import argparse
+import itertools
+import json
+import math
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import mixdepth
+from mixdepth.demo import batches, byte_llama, evaluate, stdlib_bytes
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+STEPS, BATCH_SIZE, LENGTH, WIDTH, NUM_LAYERS = 800, 8, 256, 64, 4
+LEARNING_RATE = 4e-3
+SEEDS = range(3)
+
+VARIANTS: list[dict[str, object]] = [
+    *({"gate": gate, "init_std": std} for gate in ("raw", "sigmoid", "tanh", "unit") for std in (0.0, 0.02, 0.2)),
+    {"gate": "one", "init_std": 0.02},
+    {"gate": "raw", "init_std": 0.02, "first": 0},
+    {"gate": "raw", "init_std": 0.02, "predictor_width": 0.0},
+    {"gate": "raw", "init_std": 0.02, "predictor_width": 0.5},
+    {"gate": "raw", "init_std": 0.02, "causal": "aux_loss"},
+    {"gate": "raw", "init_std": 0.02, "causal": "aux_loss", "router_aux_loss_coef": 0.1},
+    {"gate": "raw", "init_std": 0.02, "predictor_loss_coef": 0.1},
+]
+
+
+def train(settings: dict[str, object], seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    training, validation = stdlib_bytes()
+    model = mixdepth.route(byte_llama(WIDTH, NUM_LAYERS, LENGTH), **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    windows = batches(training, BATCH_SIZE, LENGTH, seed)
+    for step in tqdm(range(STEPS), desc=f"{settings} seed {seed}"):
+        for group in optimizer.param_groups:
+            warm = min(1.0, (step + 1) / 40)
+            group["lr"] = LEARNING_RATE * warm * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        ids = next(windows)
+        model(ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    causal, capacities = evaluate(model, validation, LENGTH, num_windows=400)
+    with mixdepth.lookahead(model):
+        ahead, _ = evaluate(model, validation, LENGTH, num_windows=400)
+    return {"settings": settings, "seed": seed, "causal": causal, "lookahead": ahead, "capacity": capacities}
+
+
+def table() -> None:
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    print(
+        "| settings | causal loss | spread over seeds | look-ahead | realised capacity | seeds |\n|---|---|---|---|---|---|"
+    )
+    for settings in VARIANTS:
+        runs = [row for row in rows if row["settings"] == settings]
+        if runs:
+            causal = torch.tensor([run["causal"] for run in runs])
+            ahead = torch.tensor([run["lookahead"] for run in runs])
+            capacity = torch.tensor([run["capacity"] for run in runs]).mean(0)
+            names = ", ".join(f"{name} {value}" for name, value in settings.items())
+            shares = " ".join(f"{share:.1%}" for share in capacity)
+            spread = f"{causal.min():.4f} - {causal.max():.4f}"
+            print(f"| {names} | {causal.mean():.4f} | {spread} | {ahead.mean():.4f} | {shares} | {len(runs)} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the results so far")
+    if parser.parse_args().table:
+        table()
+    else:
+        done = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+        for seed, settings in itertools.product(SEEDS, VARIANTS):
+            if not any(row["settings"] == settings and row["seed"] == seed for row in done):
+                result = train(settings, seed)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(result) + "\n")

@@ -1,0 +1,5 @@
+import sys
+
+from mixdepth.cli import main
+
+sys.exit(main())

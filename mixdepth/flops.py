@@ -1,0 +1,54 @@
+"""What a forward pass costs: matrix products, two FLOPs for each multiply-add.
+
+Counted are all linear maps, attention (every pair of tokens, no discount for the causal half), the
+rotary angles, routers, predictors and logits; embeddings are look-ups and cost nothing. A training
+step costs three forward passes.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mixdepth.hf.architectures import decoder_layers
+from mixdepth.hf.layer import RoutedLayer
+from mixdepth.routing import slots
+
+
+class FlopCount(NamedTuple):
+    """FLOPs of one forward pass over one sequence."""
+
+    layers: tuple[int, ...]  # each decoder layer, with its router
+    rest: int  # logits and rotary angles
+
+    @property
+    def total(self) -> int:
+        return sum(self.layers) + self.rest
+
+
+def count_flops(model: Any, num_tokens: int) -> FlopCount:
+    """FLOPs of a forward pass over one sequence of `num_tokens`, routed layers at their capacity.
+
+    For architectures of dense linear layers; experts are not counted yet.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = []
+    for layer in decoder_layers(model):
+        processed, router = num_tokens, 0
+        if isinstance(layer, RoutedLayer):
+            processed = slots(layer.depth_router.capacity, num_tokens)
+            router = 2 * num_tokens * _weights(layer.depth_router)
+        block = 2 * processed * (_weights(layer) - _weights(getattr(layer, "depth_router", None)))
+        layers.append(router + block + 2 * 2 * processed**2 * heads * head_width)
+    rotary = [m for m in model.base_model.children() if hasattr(m, "inv_freq")]
+    angles = sum(2 * num_tokens * m.inv_freq.numel() for m in rotary)  # inv_freq @ positions
+    return FlopCount(tuple(layers), 2 * num_tokens * _weights(model.get_output_embeddings()) + angles)
+
+
+def _weights(module: nn.Module | None) -> int:
+    """How many weights of linear maps there are: the multiply-adds for one token."""
+    if module is None:
+        return 0
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, Conv1D)))

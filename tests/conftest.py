@@ -1,0 +1,16 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
+# Some virtual machines announce AMX and trap on its instructions: bf16 products do without it here.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import pytest
+import torch
+import transformers
+
+
+@pytest.fixture(autouse=True)
+def _same_every_time() -> None:
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

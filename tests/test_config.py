@@ -1,0 +1,81 @@
+import json
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixdepth import DepthConfig
+from mixdepth.routing import slots
+
+
+@pytest.mark.parametrize("capacity", [0, -0.1, 1.5, math.nan, math.inf, "half", None, True, (0.5, 2.0), ("half",)])
+def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
+    with pytest.raises(ValueError, match=r"capacity must be a fraction in \(0, 1\], not"):
+        DepthConfig(capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
+        ({"every": 1.5}, "every must be a whole number"),
+        ({"first": -1}, "first must be a whole number of at least 0, not -1"),
+        ({"layers": (1, 1)}, r"layers must name each routed layer once, not \[1, 1\]"),
+        ({"layers": ()}, "layers must name each routed layer once"),
+        ({"layers": "all"}, "layers must be a list of layer indices, not 'all'"),
+        ({"layers": (-1,)}, "layers must be a whole number of at least 0, not -1"),
+        ({"gate": "softmax"}, "gate must be one of 'raw', .*, not 'softmax'"),
+        ({"causal": "topk"}, "causal must be one of 'predictor', 'aux_loss', None, not 'topk'"),
+        ({"init_std": -1}, "init_std must be a number of at least 0, not -1"),
+        ({"predictor_loss_coef": math.nan}, "predictor_loss_coef must be a number of at least 0, not nan"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_and_value(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DepthConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 9}, "every must be at most the model's 8 layers, not 9"),
+        ({"first": 8}, "first must be below the model's 8 layers, not 8"),
+        ({"layers": (3, 8)}, "layers must be below the model's 8 layers, not 8"),
+        ({"capacity": (0.5, 0.5)}, r"capacity lists 2 values for 4 routed layers \[1, 3, 5, 7\]"),
+    ],
+)
+def test_a_setting_beyond_the_models_depth_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DepthConfig(**settings).routed_layers(8)
+
+
+def test_every_first_and_layers_say_which_layers_are_routed():
+    assert list(DepthConfig(every=2).routed_layers(5)) == [1, 3]
+    assert list(DepthConfig(every=1).routed_layers(3)) == [0, 1, 2]
+    assert list(DepthConfig(every=3, first=0).routed_layers(7)) == [0, 3, 6]
+    assert DepthConfig(layers=[4, 1], capacity=[0.5, 0.25]).routed_layers(5) == {1: 0.25, 4: 0.5}
+
+
+def test_settings_survive_json():
+    config = DepthConfig(capacity=(0.3, 0.07), layers=(2, 5), gate="unit", causal="aux_loss", init_std=0.5)
+    assert DepthConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_settings_of_a_newer_version_or_unknown_are_refused():
+    with pytest.raises(ValueError, match="format version 2, this mixdepth reads up to 1: install a newer"):
+        DepthConfig.from_dict({"version": 2})
+    with pytest.raises(ValueError, match="unknown routing setting 'depths'=3"):
+        DepthConfig.from_dict({"depths": 3})
+
+
+@given(st.integers(1, 10_000), st.integers(1, 1000), st.data())
+def test_slots_are_the_exact_ceiling_for_numbers_and_tensors_alike(length, denominator, data):
+    numerator = data.draw(st.integers(1, denominator))
+    expected = math.ceil(Fraction(numerator, denominator) * length)
+    capacity = numerator / denominator  # 0.07 * 100 is not 7 in floats
+    assert slots(capacity, length) == expected
+    assert slots(capacity, torch.tensor([length, 0])).tolist() == [expected, 0]
+    assert 1 <= expected <= length

@@ -1,0 +1,282 @@
+"""The laws, over every variant on Llama and over every supported architecture on the default variant.
+
+The full cross product carries the marker `slow`. Comparisons are exact where the computation is the
+same; where sums are reordered they are made in float64, to 1e-10.
+"""
+
+import functools
+
+import pytest
+import torch
+from oracle import oracle
+from tiny import NUM_LAYERS, decisions, dense, routed, token_ids
+from transformers import AutoModelForCausalLM
+
+import mixdepth
+from mixdepth.hf.layer import RoutedLayer
+from mixdepth.routing import Route, slots
+
+VARIANTS = {
+    "default": {},
+    "sigmoid": {"gate": "sigmoid"},
+    "tanh": {"gate": "tanh"},
+    "unit": {"gate": "unit"},
+    "one": {"gate": "one"},
+    "aux_loss": {"causal": "aux_loss"},
+    "aux_loss-unit": {"causal": "aux_loss", "gate": "unit"},
+    "linear-predictor": {"predictor_width": 0.0},
+    "capacities": {"capacity": (0.07, 0.5, 1.0)},
+    "all-layers": {"layers": None, "every": 1, "capacity": 0.25},
+}
+
+EAGER = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
+"""No SDPA: their softmax runs in float32 whatever the model's dtype, and its -inf overflows from float64."""
+
+FLOAT32_INSIDE = {
+    *("afmoe", "axk1", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe"),
+    *("glm4_moe_lite", "hy_v3", "kolibri1", "laguna", "minimax_m2", "solar_open"),
+}
+"""Score experts (DiffLlama: its lambda) in float32, where sums round by their shape."""
+
+
+def precision(architecture):
+    """The dtype to test in, and the tolerance that its rounding asks for."""
+    if architecture in EAGER:
+        return torch.float32, 5e-4
+    return torch.float64, 2e-6 if architecture in FLOAT32_INSIDE else 1e-10
+
+
+def cases():
+    for name in VARIANTS:
+        yield pytest.param("llama", name, id=f"llama-{name}")
+    for architecture in mixdepth.supported_architectures():
+        if architecture != "llama":
+            yield pytest.param(architecture, "default", id=architecture)
+            for name in VARIANTS:
+                if name != "default":
+                    yield pytest.param(architecture, name, id=f"{architecture}-{name}", marks=pytest.mark.slow)
+
+
+every_case = pytest.mark.parametrize(("architecture", "variant"), list(cases()))
+
+
+@functools.cache
+def shared(architecture, variant):
+    """One model for all laws that do not change it, with its tolerance."""
+    dtype, tolerance = precision(architecture)
+    return routed(architecture, dtype, **VARIANTS[variant]), tolerance
+
+
+def left_padded(num_padding=6):
+    """Two rows of token ids, the first with padding on the left, and their attention mask."""
+    ids = token_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :num_padding] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def assert_close(actual, expected, tolerance):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@every_case
+def test_1_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architecture, variant, dtype, monkeypatch):
+    settings = {**VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
+    model = dense(architecture, dtype)
+    model_routed = routed(model, dtype, **settings)
+    blends = []
+    blend = Route.blend
+    monkeypatch.setattr(Route, "blend", lambda self, x, y: blends.append(1) or blend(self, x, y))
+    ids = token_ids()
+    for training in (False, True):
+        expected = model.train(training)(ids).logits
+        blends.clear()
+        assert torch.equal(model_routed.train(training)(ids).logits, expected)
+        assert len(blends) == NUM_LAYERS  # it took the way of every other capacity
+    with mixdepth.lookahead(model_routed.eval()):
+        assert torch.equal(model_routed(ids).logits, model.eval()(ids).logits)
+
+
+@every_case
+def test_1_full_capacity_at_weight_one_is_the_model_itself_behind_padding(architecture, variant):
+    dtype, tolerance = precision(architecture)
+    settings = {**VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
+    model = dense(architecture, dtype)
+    ids, mask = left_padded()
+    expected = model(ids, attention_mask=mask).logits[mask == 1]
+    assert_close(routed(model, dtype, **settings)(ids, attention_mask=mask).logits[mask == 1], expected, tolerance)
+
+
+@every_case
+def test_2_exactly_k_tokens_are_processed_and_the_others_are_left_to_the_bit(architecture, variant):
+    model, _ = shared(architecture, variant)
+    ids, mask = left_padded()
+    streams = {}
+    hooks = [
+        layer.register_forward_hook(
+            lambda layer, args, kwargs, out: streams.update({layer.depth_index: (args[0], out)}), with_kwargs=True
+        )
+        for layer in model.modules()
+        if isinstance(layer, RoutedLayer)
+    ]
+    with mixdepth.lookahead(model):
+        routes = model(ids, attention_mask=mask, output_routes=True).routes
+    for hook in hooks:
+        hook.remove()
+    for (before, after), route, router in zip(streams.values(), routes, model.depth_routers, strict=True):
+        assert route.count.tolist() == [slots(router.capacity, length) for length in mask.sum(1).tolist()]
+        assert not (route.mask & (mask == 0)).any()
+        assert torch.equal(after[~route.mask], before[~route.mask])
+        assert (after != before).any(-1)[route.mask].all()
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["causal", "top-k"])
+@every_case
+def test_3_forward_and_gradients_equal_the_oracle(architecture, variant, lookahead):
+    model, tolerance = shared(architecture, variant)
+    reference = oracle(model)
+    ids, mask = left_padded()
+    decisions(model, ids, attention_mask=mask)
+    labels = ids.masked_fill(mask == 0, -100)
+    results = []
+    for m in (model, reference):
+        m.train(lookahead)
+        out = m(ids, attention_mask=mask, labels=labels, use_cache=False)
+        trained = [parameter for parameter in m.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(out.loss, trained, allow_unused=True)
+        results.append((out.logits[mask == 1], out.loss, gradients))
+        m.eval()
+    (logits, loss, gradients), (logits_0, loss_0, gradients_0) = results
+    assert_close(logits, logits_0, tolerance)
+    assert_close(loss, loss_0, tolerance)
+    for gradient, expected in zip(gradients, gradients_0, strict=True):
+        gradient = torch.zeros(()) if gradient is None else gradient
+        expected = torch.zeros(()) if expected is None else expected
+        # Norms in transformers sum their gradients in float32.
+        assert (gradient - expected).abs().max() <= max(1e-7 * (1 + expected.abs().max()), 10 * tolerance)
+
+
+@every_case
+def test_4_no_logit_depends_on_a_later_token(architecture, variant):
+    model, tolerance = shared(architecture, variant)
+    ids, now = token_ids(), 11
+    changed = ids.clone()
+    changed[:, now + 1 :] = token_ids(seed=1)[:, now + 1 :]
+    decisions(model, ids), decisions(model, changed)
+    before, after = model(ids).logits, model(changed).logits
+    assert_close(after[:, : now + 1], before[:, : now + 1], tolerance)
+    assert (after[:, now + 1 :] != before[:, now + 1 :]).any()
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeddings, use_cache=False).logits[:, now].sum(), embeddings)
+    assert not gradient[:, now + 1 :].any()
+    assert gradient[:, : now + 1].any()
+
+
+@every_case
+def test_5_any_split_of_a_sequence_gives_the_logits_of_one_pass(architecture, variant):
+    model, tolerance = shared(architecture, variant)
+    ids, mask = left_padded()
+    decisions(model, ids, attention_mask=mask)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    for lengths in ([9, 4, *[1] * 7], [1] * 20, [13, 7]):
+        cache, start, logits = None, 0, []
+        for end in torch.tensor(lengths).cumsum(0).tolist():
+            inputs = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end]}
+            out = model(ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
+            cache, start = out.past_key_values, end
+            logits.append(out.logits)
+        assert_close(torch.cat(logits, 1)[mask == 1], whole[mask == 1], tolerance)
+        assert cache.get_seq_length() == 20
+
+
+@every_case
+def test_5_batched_generation_equals_recomputation_without_a_cache(architecture, variant):
+    model, _ = shared(architecture, variant)
+    ids, mask = left_padded()
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    with_cache = model.generate(ids, **settings)
+    assert torch.equal(with_cache, model.generate(ids, **settings, use_cache=False))
+    assert with_cache.shape == (2, 30)
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["causal", "top-k"])
+@every_case
+def test_6_a_row_of_a_padded_batch_equals_the_row_by_itself(architecture, variant, lookahead):
+    model, tolerance = shared(architecture, variant)
+    ids, mask = left_padded()
+    decisions(model, ids, attention_mask=mask)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    model.train(lookahead)
+    batch = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
+    for row in range(2):
+        real = mask[row] == 1
+        alone = model(ids[row : row + 1, real], use_cache=False).logits[0]
+        assert_close(batch[row, real], alone, tolerance)
+    model.eval()
+
+
+@every_case
+def test_7_the_router_learns_from_the_language_model_and_the_predictor_only_from_the_choice(architecture, variant):
+    dtype, _ = precision(architecture)
+    model = routed(architecture, dtype, **VARIANTS[variant]).train()
+    ids = token_ids()
+    out = model(ids, labels=ids)
+    out.lm_loss.backward(retain_graph=True)
+    for router in model.depth_routers:
+        learns = router.projection.weight.grad is not None and router.projection.weight.grad.any()
+        assert learns == (router.gate != "one")
+        assert router.predictor is None or all(p.grad is None for p in router.predictor.parameters())
+    model.zero_grad()
+    if out.predictor_loss is not None:
+        out.predictor_loss.backward()
+        touched = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        predictors = {name for name, p in model.named_parameters() if ".depth_router.predictor." in name}
+        assert touched == predictors
+
+
+@every_case
+def test_8_the_cache_holds_exactly_what_was_processed(architecture, variant):
+    model, _ = shared(architecture, variant)
+    ids, mask = left_padded()
+    routes = decisions(model, ids, attention_mask=mask)
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    for index, route in zip(model.depth_config.routed_layers(NUM_LAYERS), routes, strict=True):
+        layer = cache.layers[index]
+        assert layer.lengths == route.count.tolist()
+        for row, length in enumerate(layer.lengths):
+            assert layer.columns[row, :length].tolist() == route.mask[row].nonzero()[:, 0].tolist()
+
+
+@every_case
+def test_9_a_saved_model_comes_back_to_the_bit_under_the_dense_models_key_names(architecture, variant, tmp_path):
+    model = routed(architecture, torch.float32, **VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded.set_experts_implementation("eager")
+    assert type(loaded) is type(model)
+    assert loaded.depth_config == model.depth_config
+    for (name, parameter), (name_0, expected) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
+        assert name == name_0
+        assert torch.equal(parameter, expected)
+    ids = token_ids()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    dense(architecture).save_pretrained(tmp_path / "dense")
+    names, names_0 = checkpoint_keys(tmp_path), checkpoint_keys(tmp_path / "dense")
+    assert names_0 <= names
+    assert all(".depth_router." in name for name in names - names_0)
+
+
+def checkpoint_keys(folder):
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())

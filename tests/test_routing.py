@@ -1,0 +1,92 @@
+"""Properties of Route and of the top-k choice, over random masks and scores."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixdepth.routing import Route, top_k
+
+
+@st.composite
+def routes(draw):
+    """A route over a random choice, with the choice it was made from."""
+    batch_size, num_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    chosen = torch.rand(batch_size, num_tokens, generator=generator) < draw(st.floats(0, 1))
+    num_slots = draw(st.integers(max(1, int(chosen.sum(1).max())), num_tokens))
+    weight = torch.randn(batch_size, num_tokens, generator=generator)
+    real = chosen | (torch.rand(batch_size, num_tokens, generator=generator) < 0.5)
+    return Route.choose(chosen, weight, weight, None, real, num_slots), chosen, weight
+
+
+@given(routes())
+def test_the_route_holds_the_chosen_tokens_first_in_stream_order(drawn):
+    route, chosen, weight = drawn
+    for row in range(len(chosen)):
+        tokens = chosen[row].nonzero()[:, 0].tolist()
+        assert route.index[row, : route.count[row]].tolist() == tokens
+        assert route.weight[row, : route.count[row]].tolist() == weight[row, tokens].tolist()
+        assert not route.weight[row, route.count[row] :].any()
+        assert len(set(route.index[row].tolist())) == route.index.shape[1]
+    assert torch.equal(route.mask, chosen)
+
+
+@given(routes())
+def test_blending_moves_chosen_tokens_by_their_weight_and_leaves_the_others_to_the_bit(drawn):
+    route, chosen, weight = drawn
+    x, y = torch.randn(*chosen.shape, 5), torch.randn(*route.index.shape, 5)
+    out = route.blend(x, y)
+    assert torch.equal(out[~chosen], x[~chosen])
+    for row in range(len(chosen)):
+        for slot, token in enumerate(chosen[row].nonzero()[:, 0].tolist()):
+            expected = x[row, token] + weight[row, token] * (y[row, slot] - x[row, token])
+            torch.testing.assert_close(out[row, token], expected)
+
+
+@given(routes())
+def test_blending_at_weight_one_is_the_block_and_at_weight_zero_the_stream_to_the_bit(drawn):
+    route, chosen, _ = drawn
+    x, y = torch.randn(*chosen.shape, 5), torch.randn(*route.index.shape, 5)
+    whole = route._replace(weight=torch.ones_like(route.weight)).blend(x, y)
+    assert torch.equal(route.gather(whole), y)
+    assert torch.equal(route._replace(weight=torch.zeros_like(route.weight)).blend(x, y), x)
+
+
+@given(routes())
+def test_gathering_takes_each_slots_token_along_any_axis_and_from_a_shared_row(drawn):
+    route, chosen, _ = drawn
+    batch_size, num_tokens = chosen.shape
+    x = torch.randn(batch_size, 3, num_tokens, 2)
+    shared = torch.randn(1, num_tokens)
+    for row, index in enumerate(route.index):
+        assert torch.equal(route.gather(x, 2)[row], x[row][:, index])
+        assert torch.equal(route.gather(shared)[row], shared[0, index])
+
+
+@given(routes())
+def test_narrowing_keeps_the_rows_and_slots_with_work(drawn):
+    route, chosen, _ = drawn
+    rows, counts, narrow = route.narrow()
+    assert rows == chosen.any(1).nonzero()[:, 0].tolist()
+    assert counts == narrow.count.tolist() == chosen.sum(1)[rows].tolist()
+    assert narrow.index.shape == (len(rows), int(chosen.sum(1).max()))
+    assert torch.equal(narrow.mask, chosen[rows])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 12), st.integers(1, 4))
+@settings(max_examples=200)
+def test_top_k_takes_exactly_k_of_the_best_and_the_earlier_of_equals(seed, batch_size, num_tokens, num_values):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(num_values, (batch_size, num_tokens), generator=generator).float()  # many ties
+    k = torch.randint(num_tokens + 1, (batch_size,), generator=generator)
+    chosen = top_k(scores, k)
+    for row in range(batch_size):
+        ranking = sorted(range(num_tokens), key=lambda token: (-scores[row, token], token))
+        assert chosen[row].nonzero()[:, 0].tolist() == sorted(ranking[: k[row]])
+
+
+def test_the_realised_capacity_counts_real_tokens_only():
+    chosen = torch.tensor([[True, False, False, False], [True, True, False, False]])
+    real = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    weight = torch.ones(2, 4)
+    assert Route.choose(chosen, weight, weight, None, real, 2).capacity == 0.5
