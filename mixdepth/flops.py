@@ -1,8 +1,8 @@
 """What a forward pass costs: matrix products, two FLOPs for each multiply-add.
 
-Counted are all linear maps, attention (every pair of tokens, no discount for the causal half), the
-rotary angles, routers, predictors and logits; embeddings are look-ups and cost nothing. A training
-step costs three forward passes.
+Counted are all linear maps, attention (every pair of tokens, no discount for the causal half),
+routers, predictors and logits; embeddings are look-ups and cost nothing. A training step costs three
+forward passes.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ class FlopCount(NamedTuple):
     """FLOPs of one forward pass over one sequence."""
 
     layers: tuple[int, ...]  # each decoder layer, with its router
-    rest: int  # logits and rotary angles
+    logits: int
 
     @property
     def total(self) -> int:
-        return sum(self.layers) + self.rest
+        return sum(self.layers) + self.logits
 
 
 def count_flops(model: Any, num_tokens: int) -> FlopCount:
@@ -42,9 +42,7 @@ def count_flops(model: Any, num_tokens: int) -> FlopCount:
             router = 2 * num_tokens * _weights(layer.depth_router)
         block = 2 * processed * (_weights(layer) - _weights(getattr(layer, "depth_router", None)))
         layers.append(router + block + 2 * 2 * processed**2 * heads * head_width)
-    rotary = [m for m in model.base_model.children() if hasattr(m, "inv_freq")]
-    angles = sum(2 * num_tokens * m.inv_freq.numel() for m in rotary)  # inv_freq @ positions
-    return FlopCount(tuple(layers), 2 * num_tokens * _weights(model.get_output_embeddings()) + angles)
+    return FlopCount(tuple(layers), 2 * num_tokens * _weights(model.get_output_embeddings()))
 
 
 def _weights(module: nn.Module | None) -> int:

@@ -10,7 +10,7 @@ from mixdepth.config import DepthConfig
 from mixdepth.hf.architectures import SUPPORTED, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
 from mixdepth.hf.layer import RoutedLayer
-from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, route_layers, routed_classes
+from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, keep_settings, route_layers, routed_classes
 
 __all__ = [
     "RoutedCacheLayer",
@@ -42,7 +42,6 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     # The user's config object may build other models: route a copy, and hand it to every module.
     old, new = model.config, copy.deepcopy(model.config)
     new.__class__ = config_class
-    new.depth = config.to_dict()
     new.architectures = [model_class.__name__]
     for module in model.modules():
         for name, value in vars(module).items():
@@ -62,7 +61,7 @@ def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[fl
     capacities = config.routed_layers(len(decoder_layers(model))).values()
     for router, value in zip(model.depth_routers, capacities, strict=True):
         router.capacity = value
-    model.config.depth = config.to_dict()
+    keep_settings(model, config)
 
 
 def supported_architectures() -> tuple[str, ...]:

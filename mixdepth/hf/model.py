@@ -51,12 +51,16 @@ class RoutedCausalLM(PreTrainedModel):
     """Mixin before a causal language model class of transformers."""
 
     argument_names: tuple[str, ...]
+    depth_config: DepthConfig
+    """The routing settings, which config.json holds as `depth`."""
 
     _supports_flash_attn = False
     _supports_flex_attn = False
     _can_compile_fullgraph = False  # it would ask generate() for a static cache
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        if config.depth is None:
+            raise ValueError("config.json says nothing of routing: its entry 'depth' is missing")
         depth_config = DepthConfig.from_dict(config.depth)
         super().__init__(config, *args, **kwargs)
         route_layers(self, depth_config)
@@ -105,11 +109,6 @@ class RoutedCausalLM(PreTrainedModel):
                 out.loss = out.loss + loss.coef * share * loss.value
 
     @property
-    def depth_config(self) -> DepthConfig:
-        """The routing settings, as config.json holds them."""
-        return DepthConfig.from_dict(self.config.depth)
-
-    @property
     def depth_routers(self) -> list[Router]:
         """The routers, in the order of their layers."""
         return [layer.depth_router for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
@@ -155,6 +154,12 @@ def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
         layer.depth_router = Router(width, config, capacity).train(layer.training)
         model._no_split_modules.add(type(layer).__name__)
     model._keep_in_fp32_modules_strict.add(ROUTER_NAME)
+    keep_settings(model, config)
+
+
+def keep_settings(model: PreTrainedModel, config: DepthConfig) -> None:
+    model.depth_config = config
+    model.config.depth = config.to_dict()
 
 
 @functools.cache

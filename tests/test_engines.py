@@ -1,0 +1,142 @@
+"""Law 10: compilation, activation checkpointing and gradient accumulation change nothing."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import routed, token_ids
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from mixdepth.hf.layer import RoutedLayer
+
+BOTH_RULES = pytest.mark.parametrize("causal", ["predictor", "aux_loss"])
+
+
+def step(model, ids, **kwargs):
+    """Loss and gradients of one training step, by parameter name."""
+    model.zero_grad()
+    loss = model(ids, labels=ids, **kwargs).loss
+    loss.backward()
+    names = {name.replace("_orig_mod.", ""): p.grad for name, p in model.named_parameters()}
+    return loss.detach(), {name: g.clone() for name, g in names.items() if g is not None}
+
+
+def assert_same(actual, expected, tolerance):
+    (loss, gradients), (loss_0, gradients_0) = actual, expected
+    assert abs(loss - loss_0) <= tolerance
+    assert gradients.keys() == gradients_0.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - gradients_0[name]).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@BOTH_RULES
+def test_a_compiled_routed_layer_has_one_graph_and_keeps_it(causal, padded):
+    model = routed(causal=causal, dtype=torch.float32).train()
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.modules():
+        if isinstance(layer, RoutedLayer):
+            layer.compile(fullgraph=True, backend=count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        ids = token_ids(seed=seed)
+        mask = torch.ones_like(ids)
+        mask[0, : 3 * (seed + 1)] = 0  # other tokens, another choice, another length: the same graph
+        inputs = {"attention_mask": mask} if padded else {}
+        assert_same(step(model, ids, **inputs), step(reference, ids, **inputs), 1e-6)
+        optimizer.step()
+        reference.load_state_dict(model.state_dict())
+        if seed == 0:
+            num_graphs = len(graphs)
+    assert len(graphs) == num_graphs <= 3  # one for each routed layer at most
+
+
+@pytest.mark.slow
+def test_a_layer_compiled_to_machine_code_computes_the_same():
+    model = routed(dtype=torch.float32).train()
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    for layer in model.modules():
+        if isinstance(layer, RoutedLayer):
+            layer.compile(fullgraph=True)
+    for seed in range(2):
+        ids = token_ids(seed=seed)
+        assert_same(step(model, ids), step(reference, ids), 1e-4)  # fused kernels sum in another order
+
+
+def test_a_whole_model_compiles_without_a_graph_break():
+    model = routed(dtype=torch.float32).train()
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    ids = token_ids()
+    assert_same(step(compiled, ids), step(reference, ids), 1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "gpt_neox", "mixtral", "gemma2"])
+@BOTH_RULES
+def test_activation_checkpointing_gives_the_same_loss_and_gradients_to_the_bit(architecture, causal):
+    model = routed(architecture, torch.float32, causal=causal).train()
+    ids = token_ids()
+    expected = step(model, ids)
+    model.gradient_checkpointing_enable()
+    assert_same(step(model, ids), expected, 0)
+
+
+def test_reentrant_checkpointing_which_loses_the_routing_losses_is_refused():
+    model = routed(dtype=torch.float32).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(token_ids(), labels=token_ids())
+
+
+class KeepGradients(TrainerCallback):
+    def __init__(self):
+        self.gradients = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@BOTH_RULES
+def test_gradients_accumulate_in_the_trainer_to_those_of_the_whole_batch(causal, tmp_path):
+    rows = [{"input_ids": row, "labels": row[:9] + [-100] * 7} for row in token_ids(4, 16).tolist()]
+    results = []
+    for accumulation in (1, 2, 4):
+        model = routed(causal=causal, predictor_loss_coef=0.3, router_aux_loss_coef=0.3)
+        keep = KeepGradients()
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            optim="sgd",
+            max_grad_norm=0,
+        )
+        trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(rows), callbacks=[keep])
+        loss = torch.tensor(trainer.train().training_loss)
+        results.append((loss, keep.gradients))
+    for result in results[1:]:
+        assert_same(result, results[0], 1e-6)  # the trainer adds up its loss in float32
+
+
+def test_a_micro_batchs_routing_loss_counts_for_its_share_of_the_label_tokens():
+    model = routed(predictor_loss_coef=0.5).train()
+    ids = token_ids(2, 16)
+    labels = ids.clone()
+    labels[:, 11:] = -100  # 10 labels a row are predicted, 20 of 80 in the whole batch
+    out = model(ids, labels=labels, num_items_in_batch=torch.tensor(80))
+    assert out.loss == out.lm_loss + 0.5 * out.predictor_loss * 20 / 80

@@ -1,0 +1,339 @@
+"""What a user of a routed model sees: outputs, modes, settings, files, refusals."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import dense, routed, tiny_config, token_ids
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import mixdepth
+from mixdepth import DepthConfig, Route
+
+
+def test_the_readmes_lines_run(tmp_path):
+    ids = token_ids()
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    model = mixdepth.route(model, capacity=0.125, every=2)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    model.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.model_type == "mixdepth_llama"
+    assert loaded.config.architectures == ["MixdepthLlamaForCausalLM"]
+    assert json.loads((tmp_path / "config.json").read_text())["depth"]["capacity"] == 0.125
+
+
+def test_the_loss_holds_the_weighted_routing_losses_in_training_only():
+    ids = token_ids()
+    model = routed(predictor_loss_coef=0.5).train()
+    out = model(ids, labels=ids)
+    assert out.loss == out.lm_loss + 0.5 * out.predictor_loss
+    assert out.aux_loss is None
+    model = routed(causal="aux_loss", router_aux_loss_coef=0.25).train()
+    out = model(ids, labels=ids)
+    assert out.loss == out.lm_loss + 0.25 * out.aux_loss
+    assert out.predictor_loss is None
+    with mixdepth.lookahead(model.eval()):
+        out = model(ids, labels=ids)
+        assert out.loss == out.lm_loss
+        assert out.aux_loss > 0
+    out = model(ids, labels=ids)
+    assert out.loss == out.lm_loss
+    assert out.aux_loss is None  # without top-k there is nothing to compare with
+
+
+def test_the_language_model_loss_is_the_mean_over_predicted_tokens():
+    """transformers scales the loss of a class whose name it does not know by (T - 1) / T."""
+    for architecture in ("llama", "gpt2"):
+        model = routed(architecture)
+        ids = token_ids()
+        out = model(ids, labels=ids)
+        expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        torch.testing.assert_close(out.loss.float(), expected)
+
+
+def test_routes_come_out_one_for_each_routed_layer():
+    ids = token_ids()
+    model = routed()
+    assert model(ids).routes is None
+    routes = model(ids, output_routes=True).routes
+    assert len(routes) == 3
+    assert all(isinstance(route, Route) and route.logits.shape == ids.shape for route in routes)
+    names = [name for name, value in model(ids, return_dict=False, output_routes=True)[-1][0]._asdict().items()]
+    assert names[0] == "index"
+
+
+def test_a_tuple_comes_out_where_a_tuple_is_asked_for():
+    ids = token_ids()
+    model = routed()
+    loss, logits, *_ = model(ids, labels=ids, return_dict=False)
+    assert torch.equal(logits, model(ids).logits)
+    assert loss.ndim == 0
+
+
+def test_evaluation_is_causal_unless_look_ahead_is_asked_for_by_name():
+    ids = token_ids()
+    model = routed()
+    causal = model(ids).logits
+    with mixdepth.lookahead(model):
+        ahead = model(ids).logits
+        assert torch.equal(ahead, model.train()(ids).logits)
+        model.eval()
+        with mixdepth.lookahead(model):
+            pass
+        assert torch.equal(model(ids).logits, ahead)  # an inner context ends without ending this one
+    assert torch.equal(model(ids).logits, causal)
+    assert not torch.allclose(causal, ahead)
+    with pytest.raises(ValueError, match="has no routers"), mixdepth.lookahead(dense()):
+        pass
+
+
+def test_the_base_model_alone_routes_by_its_mode():
+    ids = token_ids()
+    model = routed()
+    assert torch.equal(model.lm_head(model.model(ids).last_hidden_state), model(ids).logits)
+    model.train()
+    assert torch.equal(model.lm_head(model.model(ids).last_hidden_state), model(ids).logits)
+
+
+def test_the_capacity_can_be_changed_later_and_is_saved(tmp_path):
+    ids = token_ids()
+    model = routed(dtype=torch.float32)
+    mixdepth.set_capacity(model, [0.1, 0.5, 1.0])
+    with mixdepth.lookahead(model):
+        assert [route.count[0].item() for route in model(ids, output_routes=True).routes] == [2, 10, 20]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [router.capacity for router in loaded.depth_routers] == [0.1, 0.5, 1.0]
+    mixdepth.set_capacity(model, 0.25)
+    assert [router.capacity for router in model.depth_routers] == [0.25] * 3
+    for wrong in (0, [0.5], "half"):
+        with pytest.raises(ValueError, match="capacity"):
+            mixdepth.set_capacity(model, wrong)
+    assert [router.capacity for router in model.depth_routers] == [0.25] * 3
+
+
+def test_every_setting_is_saved_and_restored(tmp_path):
+    config = DepthConfig(
+        capacity=(0.3, 0.5),
+        layers=(0, 2),
+        gate="unit",
+        init_std=0.5,
+        causal="aux_loss",
+        predictor_width=0.0,
+        predictor_loss_coef=0.02,
+        router_aux_loss_coef=0.03,
+    )
+    mixdepth.route(dense(), config).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).depth_config == config
+
+
+def test_a_dense_checkpoint_is_routed_after_loading_with_its_weights(tmp_path):
+    model = dense()
+    model.save_pretrained(tmp_path)
+    model_routed = mixdepth.route(
+        AutoModelForCausalLM.from_pretrained(tmp_path), capacity=1.0, gate="unit", init_std=0.0
+    )
+    ids = token_ids()
+    assert torch.equal(model_routed.eval()(ids).logits, model(ids).logits)  # it starts as the dense model
+
+
+def test_the_users_config_stays_dense():
+    config = tiny_config("llama")
+    model = mixdepth.route(AutoModelForCausalLM.from_config(config))
+    assert config.model_type == "llama"
+    assert not isinstance(AutoModelForCausalLM.from_config(config), mixdepth.hf.RoutedCausalLM)
+    assert isinstance(AutoModelForCausalLM.from_config(model.config), mixdepth.hf.RoutedCausalLM)
+    assert all(m.config is model.config for m in model.modules() if hasattr(m, "config"))
+
+
+def test_routers_stay_in_float32_in_a_bfloat16_model(tmp_path):
+    model = mixdepth.route(dense(dtype=torch.bfloat16))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for m in (model, loaded):
+        assert m.lm_head.weight.dtype == torch.bfloat16
+        assert {p.dtype for router in m.depth_routers for p in router.parameters()} == {torch.float32}
+        assert m.train()(token_ids(), output_routes=True).routes[0].logits.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        routes = routed(dtype=torch.float32).train()(token_ids(), output_routes=True).routes
+    assert routes[0].logits.dtype == torch.float32
+
+
+def test_bfloat16_flips_few_decisions_between_one_pass_and_steps():
+    """Rounding may put a score on either side of its threshold: counted here, documented for users."""
+    model = routed(dtype=torch.bfloat16)
+    ids = token_ids(4, 40)
+    whole = torch.stack([route.mask for route in model(ids, output_routes=True).routes])
+    cache, steps = None, []
+    for column in range(40):
+        out = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True, output_routes=True)
+        cache = out.past_key_values
+        steps.append(torch.stack([route.mask for route in out.routes]))
+    flips = (torch.cat(steps, 2) != whole).double().mean()
+    assert flips < 0.05
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+def test_packed_documents_do_not_see_each_other(architecture):
+    model = routed(architecture)
+    first, second = token_ids(1, 9), token_ids(1, 11, seed=1)
+    packed = torch.cat([first, second], 1)
+    position_ids = torch.cat([torch.arange(9), torch.arange(11)])[None]
+    together = model(packed, position_ids=position_ids, use_cache=False).logits
+    alone = torch.cat([model(first).logits, model(second).logits], 1)
+    assert (together - alone).abs().max() <= 1e-10
+    embeddings = model.get_input_embeddings()(packed).detach().requires_grad_()
+    logits = model.train()(inputs_embeds=embeddings, position_ids=position_ids).logits
+    (gradient,) = torch.autograd.grad(logits[:, 9:].sum(), embeddings)
+    assert not gradient[:, :9].any()
+    assert gradient[:, 9:].any()
+
+
+def test_expert_logits_and_their_loss_keep_their_names_in_a_routed_mixture():
+    ids = token_ids()
+    model = routed("mixtral").train()
+    out = model(ids, labels=ids, output_router_logits=True)
+    assert len(out.router_logits) == 4
+    coef = model.config.router_aux_loss_coef
+    torch.testing.assert_close(out.loss, out.lm_loss + coef * out.aux_loss + 0.01 * out.predictor_loss)
+    with pytest.raises(ValueError, match="takes no attention_mask"):
+        model(ids, attention_mask=torch.ones_like(ids), output_router_logits=True)
+
+
+def refusals():
+    tiny = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 9}
+    bert = BertConfig(num_attention_heads=2, **tiny)
+    t5 = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=9)
+    mamba = MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=9)
+    yield T5ForConditionalGeneration(t5), "T5ForConditionalGeneration is an encoder-decoder"
+    yield BertModel(bert), "BertModel .*'bert'.* cannot be routed: an encoder"
+    yield MambaForCausalLM(mamba), "MambaForCausalLM .* cannot be routed: its layers carry a state"
+    yield LlamaModel(tiny_config("llama")), "not a causal language model: load the model as LlamaForCausalLM"
+    yield LlamaForSequenceClassification(tiny_config("llama")), "load the model as LlamaForCausalLM"
+    yield routed(), "routed already: change its capacity with mixdepth.set_capacity"
+    yield torch.nn.Linear(2, 2), "Linear is not a transformers model: .* mixdepth.Routed"
+    yield dense("gpt2", add_cross_attention=True), "attends to an encoder"
+    quantised = dense()
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    yield quantised, "is quantised"
+    flash = dense()
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    yield flash, "attn_implementation='flash_attention_2' cannot take the masks"
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_a_model_that_cannot_be_routed_is_refused_by_name_and_left_alone(case):
+    model, message = list(refusals())[case]
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        mixdepth.route(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    "settings", [{"every": 5}, {"layers": (0, 4)}, {"capacity": (0.5,)}, {"first": 4}, {"capacity": 0}]
+)
+def test_settings_that_do_not_fit_the_model_leave_it_alone(settings):
+    model = dense()
+    keys = set(model.state_dict())
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        mixdepth.route(model, **settings)
+    assert set(model.state_dict()) == keys
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.model_type == "llama"
+
+
+def test_a_config_and_settings_together_are_refused():
+    with pytest.raises(ValueError, match="not both: every"):
+        mixdepth.route(dense(), DepthConfig(), every=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    routed(dtype=torch.float32).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_routed_folder_does_not_load_without_mixdepth(folder):
+    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "mixdepth_llama" in process.stderr
+    process = subprocess.run([sys.executable, "-c", "import mixdepth;" + code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_truncated_weights_file_is_named(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=f"a weights file in '{folder}' is damaged"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_missing_router_key_is_named(folder):
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.depth_router.projection.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks 1 routing weights, such as model\.layers\.2\.depth_router\.projection"
+    ):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "format version 99, this mixdepth reads up to 1"),
+        ({"layers": [0, 2, 77]}, "layers must be below the model's 4 layers, not 77"),
+        ({"capacity": 3}, "capacity must be a fraction"),
+        ({"surprise": 1}, "unknown routing setting 'surprise'=1"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(folder, change, message):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["depth"].update(change)
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_config_without_routing_settings_is_refused(folder):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["depth"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="depth"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_an_unknown_tensor_argument_is_refused_rather_than_misrouted():
+    with pytest.raises(ValueError, match="layer argument 'strange'"):
+        routed()(token_ids(), strange=torch.zeros(2, 20))
+
+
+def test_a_copy_of_a_routed_model_is_its_own():
+    model = routed()
+    twin = copy.deepcopy(model)
+    mixdepth.set_capacity(twin, 1.0)
+    assert model.depth_routers[0].capacity == 0.4
+    assert model.config.depth["capacity"] == 0.4
