@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from datasets import Dataset
 from tiny import routed, token_ids
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -126,7 +125,7 @@ def test_gradients_accumulate_in_the_trainer_to_those_of_the_whole_batch(causal,
             optim="sgd",
             max_grad_norm=0,
         )
-        trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(rows), callbacks=[keep])
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[keep])
         loss = torch.tensor(trainer.train().training_loss)
         results.append((loss, keep.gradients))
     for result in results[1:]:

@@ -1,0 +1,29 @@
+# Both commands set themselves up: they make .venv and install what constraints.txt pins.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test slow docs clean
+
+demo: .venv/ready
+	$(BIN)/mixdepth demo
+
+test: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow" -n auto
+
+slow: .venv/ready
+	$(BIN)/python -m pytest -n auto
+
+docs: .venv/ready
+	$(BIN)/python docs/make_architectures.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv
