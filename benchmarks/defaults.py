@@ -16,6 +16,7 @@ import math
 from pathlib import Path
 
 import torch
+from machine import header, row
 from tqdm import tqdm
 
 import mixdepth
@@ -61,9 +62,7 @@ def train(settings: dict[str, object], seed: int) -> dict[str, object]:
 
 def table() -> None:
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    print(
-        "| settings | causal loss | spread over seeds | look-ahead | realised capacity | seeds |\n|---|---|---|---|---|---|"
-    )
+    header("settings", "causal loss", "over seeds", "look-ahead", "realised capacity", "seeds")
     for settings in VARIANTS:
         runs = [row for row in rows if row["settings"] == settings]
         if runs:
@@ -73,7 +72,7 @@ def table() -> None:
             names = ", ".join(f"{name} {value}" for name, value in settings.items())
             shares = " ".join(f"{share:.1%}" for share in capacity)
             spread = f"{causal.min():.4f} - {causal.max():.4f}"
-            print(f"| {names} | {causal.mean():.4f} | {spread} | {ahead.mean():.4f} | {shares} | {len(runs)} |")
+            row(names, f"{causal.mean():.4f}", spread, f"{ahead.mean():.4f}", shares, len(runs))
 
 
 if __name__ == "__main__":

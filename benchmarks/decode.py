@@ -1,0 +1,120 @@
+"""Decoding with a routed model against the same model unrouted, under transformers' own generate().
+
+113 M parameters (width 768, 12 layers, bytes), every second layer routed, predictors set so that they
+choose 12.5 % of the tokens. Greedy decoding, batches of 1 and 8, prompts of 16 and 1,000 tokens, the
+models taking turns; the time of the prompt is taken off. The limit: a decoded token must read every
+weight that it passes, and its keys and values; a routed layer's weights are read if any row chose it.
+
+    python benchmarks/decode.py
+"""
+
+import argparse
+import time
+from typing import Any
+
+from machine import describe, header, median, row, spread
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--repeats", type=int, default=7)
+parser.add_argument("--new-tokens", type=int, default=48)
+parser.add_argument("--capacity", type=float, default=0.125)
+parser.add_argument("--vocab-size", type=int, default=256, help="a larger head is read for every token, routed or not")
+WIDTH, NUM_LAYERS = 768, 12
+
+
+def set_choice(model: Any, capacity: float) -> None:
+    """Move each predictor's threshold, layer by layer, so that it chooses this share of random tokens."""
+    import torch
+
+    ids = torch.randint(model.config.vocab_size, (4, 256), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for index, router in enumerate(model.depth_routers):
+            logits = model(ids, output_routes=True, use_cache=False).routes[index].predictor_logits
+            router.predictor.down.bias -= logits.float().quantile(1 - capacity)
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(
+        layer.num_bytes() if hasattr(layer, "num_bytes") else layer.keys.nbytes + layer.values.nbytes
+        for layer in cache.layers
+    )
+
+
+def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import mixdepth
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=12,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    dense = AutoModelForCausalLM.from_config(config).eval()
+    routed = AutoModelForCausalLM.from_config(config)
+    routed.load_state_dict(dense.state_dict())
+    routed = mixdepth.route(routed, capacity=capacity, every=2).eval()
+    set_choice(routed, capacity)
+    models = {"dense": dense, "routed": routed}
+
+    def generate(name: str, prompt: Any, num_tokens: int) -> tuple[float, Any]:
+        start = time.perf_counter()
+        out = models[name].generate(
+            prompt,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=True,  # random tokens, so that the choice stays at its share
+            top_k=0,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        return time.perf_counter() - start, out.past_key_values
+
+    layer = sum(p.numel() for n, p in dense.model.layers[0].named_parameters()) * 4
+    head = dense.lm_head.weight.nbytes
+    print(f"{describe()}\n{dense.num_parameters() / 1e6:.0f} M parameters, fp32, {new_tokens} new tokens each")
+    header("batch", "prompt", "dense tokens/s", "routed tokens/s", "speed-up", "limit", "realised capacity", "cache")
+    for batch_size in (1, 8):
+        for length in (16, 1000):
+            prompt = torch.randint(vocab_size, (batch_size, length))
+            speeds: dict[str, list[float]] = {name: [] for name in models}
+            caches = {}
+            for _ in range(repeats + 1):  # the first warms up
+                for name in models:
+                    first, _ = generate(name, prompt, 1)
+                    whole, caches[name] = generate(name, prompt, new_tokens + 1)
+                    speeds[name].append(batch_size * new_tokens / (whole - first))
+            speeds = {name: values[1:] for name, values in speeds.items()}
+            sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+            seen = caches["routed"].get_seq_length() * batch_size
+            stored = [sum(c.lengths) / seen for c in caches["routed"].layers if hasattr(c, "lengths")]
+            realised = sum(stored) / len(stored)
+            # bytes that a step must read: all weights that some row passes, and the caches
+            any_row = sum(1 - (1 - share) ** batch_size for share in stored)
+            dense_bytes = NUM_LAYERS * layer + head + sizes["dense"]
+            routed_bytes = (NUM_LAYERS - len(stored) + any_row) * layer + head + sizes["routed"]
+            fast, slow = median(speeds["routed"]), median(speeds["dense"])
+            row(
+                batch_size,
+                length,
+                f"{slow:.1f} ({spread(speeds['dense'])})",
+                f"{fast:.1f} ({spread(speeds['routed'])})",
+                f"{fast / slow:.2f}",
+                f"{dense_bytes / routed_bytes:.2f}",
+                f"{realised:.1%}",
+                f"{sizes['routed'] / sizes['dense']:.1%} of {sizes['dense'] / 1e6:.1f} MB",
+            )
+
+
+if __name__ == "__main__":
+    arguments = vars(parser.parse_args())
+    main(**arguments)
