@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 Gate = Literal["raw", "sigmoid", "tanh", "unit", "one"]
 CausalRule = Literal["predictor", "aux_loss"]
 
+MAX_DENOMINATOR = 10**6
 FORMAT_VERSION = 1
 """Version of the routing settings in config.json; a newer one is refused, not guessed at."""
 
@@ -80,6 +81,10 @@ class DepthConfig:
                 _check_integer("layers", layer, minimum=0)
             if not self.layers or len(set(self.layers)) < len(self.layers):
                 raise ValueError(f"layers must name each routed layer once, not {list(self.layers)}")
+            if self.first is not None:
+                raise ValueError(
+                    f"first={self.first} has no meaning beside layers={list(self.layers)}: give one of them"
+                )
         _check_choice("gate", self.gate, get_args(Gate))
         _check_choice("causal", self.causal, (*get_args(CausalRule), None))
         for name in ("init_std", "predictor_width", "predictor_loss_coef", "router_aux_loss_coef"):
@@ -117,11 +122,15 @@ class DepthConfig:
         >>> DepthConfig.from_dict(DepthConfig(every=3).to_dict()).every
         3
         """
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"routing settings must be a mapping of names to values, not {settings!r}")
         settings = dict(settings)
-        version = settings.pop("version", FORMAT_VERSION)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        version = settings.pop("version", None)
+        if type(version) is not int or version < 1:
+            raise ValueError(f"routing settings must have a format version of at least 1, not {version!r}")
+        if version > FORMAT_VERSION:
             raise ValueError(
-                f"these routing settings have format version {version!r}, this mixdepth reads up to "
+                f"these routing settings have format version {version}, this mixdepth reads up to "
                 f"{FORMAT_VERSION}: install a newer mixdepth"
             )
         unknown = sorted(settings.keys() - {field.name for field in fields(cls)})
@@ -138,8 +147,8 @@ def check_capacity(capacity: object) -> float:
 
 def as_ratio(capacity: float) -> tuple[int, int]:
     """The capacity as the simple fraction that was meant: 0.07 is 7/100, not its nearest float."""
-    ratio = Fraction(capacity).limit_denominator(10**6)
-    return max(ratio.numerator, 1), ratio.denominator
+    ratio = Fraction(capacity).limit_denominator(MAX_DENOMINATOR) or Fraction(1, MAX_DENOMINATOR)
+    return ratio.numerator, ratio.denominator
 
 
 def _is_number(value: object) -> bool:

@@ -1,5 +1,6 @@
 """The demo: route a small Llama, train it on the Python standard library's source, sample from it."""
 
+import math
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ def byte_llama(width: int, num_layers: int, length: int) -> Any:
 
 def run(seconds: float = 60, capacity: float = 0.125, every: int = 2, seed: int = 0) -> RoutedCausalLM:
     """Train a routed model for about `seconds`; print its loss, realised capacity and a sample."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds must be a number above 0, not {seconds}")
     torch.manual_seed(seed)
     length, batch_size = 256, 16
     training, validation = stdlib_bytes()

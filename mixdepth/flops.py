@@ -29,13 +29,16 @@ class FlopCount(NamedTuple):
 def count_flops(model: Any, num_tokens: int) -> FlopCount:
     """FLOPs of a forward pass over one sequence of `num_tokens`, routed layers at their capacity.
 
-    For architectures of dense linear layers; experts are not counted yet.
+    For architectures of dense linear layers; a mixture of experts is refused.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = []
     for layer in decoder_layers(model):
+        experts = [name for name, parameter in layer.named_parameters() if parameter.ndim == 3]
+        if experts:
+            raise ValueError(f"the FLOPs of experts ({experts[0]} in {type(layer).__name__}) are not counted yet")
         processed, router = num_tokens, 0
         if isinstance(layer, RoutedLayer):
             processed = slots(layer.depth_router.capacity, num_tokens)

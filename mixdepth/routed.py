@@ -27,7 +27,7 @@ class Routed(nn.Module):
 
     Rows of different lengths leave some slots unused. A block that mixes tokens in both directions
     must ignore those; `slot_mask` names the keyword by which it is told, as a mask (B, K) that is
-    True at used slots.
+    True at used slots. Of the config, `every`, `first` and `layers` say nothing about one block.
 
     >>> block = nn.TransformerEncoderLayer(d_model=16, nhead=2, batch_first=True)
     >>> routed = Routed(block, width=16, config=DepthConfig(capacity=0.25))
@@ -58,12 +58,20 @@ class Routed(nn.Module):
         self.tokenwise = dict(tokenwise or {})
         self.slot_mask = slot_mask
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "route": None}  # its tensors belong to a graph, which cannot be copied
+
     def forward(self, x: Tensor, *, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Process the stream x (B, T, D); `mask` (B, T) is True at real tokens, False at padding."""
         if mask is not None and self.slot_mask is None:
             raise ValueError("a mask leaves slots unused: name the block's keyword for them with slot_mask=...")
         route: Route = self.router(x, mask)
         self.route = route
+        if not self.router.looks_ahead:  # run on as many slots as the fullest row needs
+            num_slots = int(route.count.max())
+            if num_slots == 0:
+                return x
+            route = route.trim(num_slots)
         for name, axes in self.tokenwise.items():
             if kwargs.get(name) is not None:
                 for axis in (axes,) if isinstance(axes, int) else axes:
@@ -87,5 +95,7 @@ def routing_loss(model: nn.Module) -> Tensor:
     for block in blocks:
         if block.route is None:
             raise ValueError("routing_loss needs a forward pass first")
+        if not block.router.looks_ahead:
+            raise ValueError("routing_loss compares with the top-k choice: call train() before the forward pass")
         losses += [loss.coef * loss.value for loss in routing_losses([block.route], block.config)]
     return torch.stack(losses).mean() if losses else torch.zeros((), device=blocks[0].router.projection.weight.device)

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D width, H hidden units of the predictor.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ class Router(nn.Module):
     """
 
     capacity: float
-    forced_lookahead: bool = False
+    forced_lookahead: int = 0
+    """How many `mixdepth.lookahead` contexts are open."""
 
     def __init__(self, width: int, config: DepthConfig, capacity: float) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Router(nn.Module):
     @property
     def looks_ahead(self) -> bool:
         """Whether top-k chooses: in training, in `mixdepth.lookahead`, and where there is no causal rule."""
-        return self.training or self.forced_lookahead or self.causal is None
+        return self.training or self.forced_lookahead > 0 or self.causal is None
 
     @property
     def threshold(self) -> float:
@@ -74,7 +76,10 @@ class Router(nn.Module):
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.projection.weight.to(dtype))[..., 0]
+            return _linear(x.to(dtype), self.projection)[..., 0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "forced_lookahead": 0}  # a copy is in none of the contexts
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
@@ -96,13 +101,17 @@ class Predictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T)"""
-        dtype = self.up.weight.dtype
+        dtype = torch.promote_types(x.dtype, torch.float32)
         # Normalised, since the stream's scale grows over layers and training by orders of magnitude.
-        h = self.up(F.rms_norm(x.detach().to(dtype), x.shape[-1:]))  # (B, T, H)
+        h = _linear(F.rms_norm(x.detach().to(dtype), x.shape[-1:]), self.up)  # (B, T, H)
         if self.down is not None:
-            h = self.down(F.silu(h))  # (B, T, 1)
-        logits: Tensor = h[..., 0].to(dtype)
-        return logits
+            h = _linear(F.silu(h), self.down)  # (B, T, 1)
+        return h[..., 0].to(dtype)
+
+
+def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """The layer in the dtype of x, even if the weights were cast to a lower one with the model's."""
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def router_dtype() -> torch.dtype:
@@ -134,11 +143,10 @@ def lookahead(model: nn.Module) -> Iterator[None]:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
         raise ValueError(f"{type(model).__name__} has no routers: it is not routed")
-    before = [router.forced_lookahead for router in routers]
     for router in routers:
-        router.forced_lookahead = True
+        router.forced_lookahead += 1
     try:
         yield
     finally:
-        for router, value in zip(routers, before, strict=True):
-            router.forced_lookahead = value
+        for router in routers:
+            router.forced_lookahead -= 1

@@ -50,10 +50,9 @@ class Route(NamedTuple):
     ) -> "Route":
         """The route of the tokens in the mask `chosen` (B, T), each moved by its `weight` (B, T)."""
         index = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :num_slots]  # (B, K)
-        count = chosen.sum(1)  # (B,)
-        used = torch.arange(num_slots, device=index.device) < count[:, None]  # (B, K)
+        route = cls(index, weight.gather(1, index), chosen.sum(1), logits, predictor_logits, real)
         # where, not a product: an infinite score of a padding token would give 0 * inf = NaN
-        return cls(index, weight.gather(1, index).where(used, 0), count, logits, predictor_logits, real)
+        return route._replace(weight=route.weight.where(route.used, 0))
 
     @property
     def used(self) -> Tensor:
@@ -85,8 +84,14 @@ class Route(NamedTuple):
         This is x + weight * (y - x), Eq. 1 of the paper with y - x for f(x). Written as a lerp it is
         exact at weights 0 and 1, and as a scatter of distinct indices it is deterministic.
         """
-        moved = torch.lerp(self.gather(x), y.to(x.dtype), self.weight[..., None].to(x.dtype))
+        before = self.gather(x)  # (B, K, D)
+        y = y.to(x.dtype).where(self.used[..., None], before)  # what overflowed in an unused slot stays there
+        moved = torch.lerp(before, y, self.weight[..., None].to(x.dtype))
         return x.scatter(1, self.index[..., None].expand_as(moved), moved)
+
+    def trim(self, num_slots: int) -> "Route":
+        """The route without the slots after the first `num_slots`."""
+        return self._replace(index=self.index[:, :num_slots], weight=self.weight[:, :num_slots])
 
     def narrow(self) -> tuple[list[int], list[int], "Route"]:
         """Drop the rows without a chosen token and the slots that no row needs.
@@ -96,8 +101,7 @@ class Route(NamedTuple):
         """
         counts = self.count.tolist()
         rows = [row for row, count in enumerate(counts) if count]
-        num_slots = max(counts, default=0)
-        short = self._replace(index=self.index[:, :num_slots], weight=self.weight[:, :num_slots])
+        short = self.trim(max(counts))
         if len(rows) < len(counts):
             short = Route(*(None if field is None else field[rows] for field in short))  # type: ignore[arg-type]
         return rows, [counts[row] for row in rows], short

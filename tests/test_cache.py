@@ -1,5 +1,6 @@
 """RoutedCacheLayer by itself: what it stores, reports, forgets and copies."""
 
+import pytest
 import torch
 
 from mixdepth.hf.cache import RoutedCacheLayer
@@ -113,6 +114,49 @@ def test_a_recording_cache_drops_nothing_so_that_it_can_be_cropped():
     layer = filled(chosen, layer)
     layer.crop(-300)
     assert contents(layer) == expected(chosen[:, :100])
+
+
+def test_a_cache_that_dropped_tokens_can_still_forget_later_ones():
+    chosen = random_choice(num_tokens=100)
+    layer = filled(chosen, RoutedCacheLayer(sliding_window=10))
+    evicted = layer.evicted_at
+    assert 0 < evicted < 100
+    layer.crop(evicted - 100)
+    window = evicted - 10 + 1
+    for stored, visible in zip(contents(layer), expected(chosen[:, :evicted], start=window), strict=True):
+        assert stored[len(stored) - len(visible) :] == visible
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        layer.crop(-1)
+
+
+def test_a_long_prompt_behind_a_sliding_window_gives_its_memory_back():
+    layer = RoutedCacheLayer(sliding_window=10)
+    chosen = torch.ones(2, 300, dtype=torch.bool)
+    store(layer, chosen)
+    store(layer, chosen[:, :1])
+    assert layer.keys.shape[2] < 30
+    assert layer.lengths == [10, 10]
+
+
+@pytest.mark.parametrize("number", [1, 15, -61])
+def test_a_crop_that_makes_no_sense_is_refused(number):
+    with pytest.raises(ValueError, match=f"crop takes a number from -60 to 0, not {number}"):
+        filled(random_choice()).crop(number)
+
+
+def test_gradients_flow_through_cached_steps_and_inference_tensors_are_not_written():
+    layer = RoutedCacheLayer()
+    layer.lengths = [0]
+    parts = [torch.randn(1, 2, 1, 3, requires_grad=True) for _ in range(20)]
+    total = torch.zeros(())
+    for column, part in enumerate(parts):
+        keys, _ = layer.write([0], [1], torch.tensor([[column]])).update(part, part)
+        total = total + (keys**2).sum()
+    total.backward()
+    assert all(part.grad.any() for part in parts)
+    with torch.inference_mode():
+        layer = filled(random_choice())
+    store(layer, torch.ones(3, 1, dtype=torch.bool))
 
 
 def test_a_reset_cache_is_empty():

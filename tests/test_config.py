@@ -27,6 +27,7 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
         ({"layers": ()}, "layers must name each routed layer once"),
         ({"layers": "all"}, "layers must be a list of layer indices, not 'all'"),
         ({"layers": (-1,)}, "layers must be a whole number of at least 0, not -1"),
+        ({"layers": (1,), "first": 0}, r"first=0 has no meaning beside layers=\[1\]"),
         ({"gate": "softmax"}, "gate must be one of 'raw', .*, not 'softmax'"),
         ({"causal": "topk"}, "causal must be one of 'predictor', 'aux_loss', None, not 'topk'"),
         ({"init_std": -1}, "init_std must be a number of at least 0, not -1"),
@@ -68,7 +69,16 @@ def test_settings_of_a_newer_version_or_unknown_are_refused():
     with pytest.raises(ValueError, match="format version 2, this mixdepth reads up to 1: install a newer"):
         DepthConfig.from_dict({"version": 2})
     with pytest.raises(ValueError, match="unknown routing setting 'depths'=3"):
-        DepthConfig.from_dict({"depths": 3})
+        DepthConfig.from_dict({"version": 1, "depths": 3})
+    for version in (None, 0, True, "1"):
+        with pytest.raises(ValueError, match="must have a format version of at least 1, not"):
+            DepthConfig.from_dict({"version": version})
+    with pytest.raises(ValueError, match="must be a mapping of names to values, not 5"):
+        DepthConfig.from_dict(5)
+
+
+def test_the_smallest_capacity_still_has_one_slot_and_no_more():
+    assert [slots(capacity, 100) for capacity in (1e-7, 1e-300, 5e-324)] == [1, 1, 1]
 
 
 @given(st.integers(1, 10_000), st.integers(1, 1000), st.data())

@@ -83,6 +83,25 @@ def test_generation_continues_from_a_returned_cache(model):
     assert torch.equal(again, whole)
 
 
+def test_prompt_lookup_continues_from_a_returned_cache_that_has_dropped_tokens():
+    """Behind a sliding window; without one transformers feeds the cached tokens again, dense models too."""
+    model = routed(SLIDING)
+    ids = token_ids(1, 6).repeat(1, 4)
+    first = model.generate(ids, return_dict_in_generate=True, **SETTINGS)
+    settings = {**SETTINGS, "max_new_tokens": 20}
+    expected = model.generate(first.sequences, **settings)
+    cache = first.past_key_values
+    again = model.generate(first.sequences, past_key_values=cache, prompt_lookup_num_tokens=3, **settings)
+    assert torch.equal(again, expected)
+
+
+def test_generation_starts_from_embeddings_too(model):
+    ids, mask = left_padded()
+    expected = model.generate(ids, attention_mask=mask, **SETTINGS)[:, ids.shape[1] :]
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, attention_mask=mask, **SETTINGS), expected)
+
+
 def test_generation_is_causal_in_training_mode_too(model):
     ids, mask = left_padded()
     expected = model.generate(ids, attention_mask=mask, **SETTINGS)

@@ -1,12 +1,15 @@
 """What a user of a routed model sees: outputs, modes, settings, files, refusals."""
 
 import copy
+import gc
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+from oracle import oracle
 from tiny import dense, routed, tiny_config, token_ids
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +25,7 @@ from transformers import (
 
 import mixdepth
 from mixdepth import DepthConfig, Route
+from mixdepth.flops import count_flops
 
 
 def test_the_readmes_lines_run(tmp_path):
@@ -42,7 +46,7 @@ def test_the_loss_holds_the_weighted_routing_losses_in_training_only():
     ids = token_ids()
     model = routed(predictor_loss_coef=0.5).train()
     out = model(ids, labels=ids)
-    assert out.loss == out.lm_loss + 0.5 * out.predictor_loss
+    assert out.loss == out.lm_loss + 0.5 * out.predictor_loss == out.lm_loss + out.routing_loss
     assert out.aux_loss is None
     model = routed(causal="aux_loss", router_aux_loss_coef=0.25).train()
     out = model(ids, labels=ids)
@@ -211,7 +215,11 @@ def test_expert_logits_and_their_loss_keep_their_names_in_a_routed_mixture():
     out = model(ids, labels=ids, output_router_logits=True)
     assert len(out.router_logits) == 4
     coef = model.config.router_aux_loss_coef
-    torch.testing.assert_close(out.loss, out.lm_loss + coef * out.aux_loss + 0.01 * out.predictor_loss)
+    torch.testing.assert_close(out.loss, out.lm_loss + coef * out.aux_loss + out.routing_loss)
+    out = routed("mixtral", causal="aux_loss").train()(ids, labels=ids, output_router_logits=True)
+    torch.testing.assert_close(out.loss, out.lm_loss + coef * out.balance_loss + 0.01 * out.aux_loss)
+    out = routed("jetmoe").train()(ids, labels=ids, output_router_logits=True)
+    torch.testing.assert_close(out.loss, out.lm_loss + 0.01 * out.balance_loss + out.routing_loss)
     with pytest.raises(ValueError, match="takes no attention_mask"):
         model(ids, attention_mask=torch.ones_like(ids), output_router_logits=True)
 
@@ -302,6 +310,7 @@ def test_a_missing_router_key_is_named(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"causal": None}, "causal=None has no meaning for a language model"),
         ({"version": 99}, "format version 99, this mixdepth reads up to 1"),
         ({"layers": [0, 2, 77]}, "layers must be below the model's 4 layers, not 77"),
         ({"capacity": 3}, "capacity must be a fraction"),
@@ -329,6 +338,136 @@ def test_a_config_without_routing_settings_is_refused(folder):
 def test_an_unknown_tensor_argument_is_refused_rather_than_misrouted():
     with pytest.raises(ValueError, match="layer argument 'strange'"):
         routed()(token_ids(), strange=torch.zeros(2, 20))
+
+
+def test_a_model_that_is_dispatched_over_devices_is_refused():
+    from accelerate import cpu_offload
+
+    model = dense()
+    cpu_offload(model)
+    with pytest.raises(ValueError, match="route it first, then dispatch it"):
+        mixdepth.route(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_trainer_reports_the_loss_that_the_model_reports(architecture, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = routed(architecture, torch.float32)
+    ids = token_ids(4, 16)
+    rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
+    metrics = Trainer(model, arguments, eval_dataset=rows).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
+    predictions = Trainer(model, arguments).predict(rows).predictions
+    assert predictions.shape == (4, 16, 61)  # logits alone
+
+
+def test_a_training_pass_without_labels_says_where_the_routing_loss_is(caplog):
+    model = routed(dtype=torch.float32, predictor_loss_coef=0.5).train()
+    out = model(token_ids())
+    assert out.loss is None
+    assert out.routing_loss == 0.5 * out.predictor_loss
+
+
+def test_router_logits_of_a_model_without_experts_are_the_routers():
+    ids = token_ids()
+    out = routed()(ids, attention_mask=torch.ones_like(ids), output_router_logits=True, output_routes=True)
+    assert [torch.equal(a, b.logits) for a, b in zip(out.router_logits, out.routes, strict=True)] == [True] * 3
+
+
+def test_attention_weights_come_only_where_every_layer_runs():
+    model = routed("gpt2", torch.float32)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="output_attentions needs every layer to run"):
+        model(token_ids(), output_attentions=True)
+    with mixdepth.lookahead(model):
+        assert [a.shape[-1] for a in model(token_ids(), output_attentions=True).attentions] == [8, 20, 8, 8]
+
+
+def test_a_mask_for_each_head_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(2, 4, 20, 20\) cannot be routed"):
+        routed()(token_ids(), attention_mask=torch.ones(2, 4, 20, 20, dtype=torch.bool))
+
+
+def test_custom_masks_hold_in_routed_layers():
+    """A prefix that sees itself in both directions; additive masks mark padding in their own ways."""
+    model = routed()
+    ids = token_ids()
+    allowed = torch.ones(20, 20).tril().bool()
+    allowed[:6, :6] = True
+    allowed = allowed.expand(2, 1, -1, -1).clone()
+    allowed[0, :, :, :3] = allowed[0, :, :3] = False
+    assert_same = lambda a, b: (a - b)[:, 6:].abs().max() <= 1e-10  # noqa: E731
+    expected = oracle(model)(ids, attention_mask=allowed, use_cache=False).logits
+    assert assert_same(model(ids, attention_mask=allowed, use_cache=False).logits, expected)
+    for low in (-1e4, -1e9, torch.finfo(torch.float64).min):
+        additive = torch.zeros(2, 1, 20, 20, dtype=torch.float64).masked_fill(~allowed, low)
+        out = model(ids, attention_mask=additive, use_cache=False, output_routes=True)
+        assert not out.routes[0].real[0, :3].any()
+        assert assert_same(out.logits, expected)
+
+
+def test_one_frozen_layer_in_evaluation_mode_does_not_change_the_mode_of_the_model():
+    model = routed().train()
+    model.model.layers[0].eval()
+    ids = token_ids()
+    assert model(ids, labels=ids).predictor_loss is not None
+
+
+def test_a_cache_from_a_training_pass_of_the_base_model_cannot_be_continued():
+    model = routed().train()
+    cache = model.model(token_ids()).past_key_values
+    with pytest.raises(ValueError, match="made in training"):
+        model.eval()(token_ids(), past_key_values=cache)
+
+
+def test_a_cache_of_another_batch_is_refused():
+    model = routed()
+    cache = model(token_ids(3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 3 rows, the batch has 2"):
+        model(token_ids(2), past_key_values=cache)
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing_behind():
+    model = routed().train()
+    model.gradient_checkpointing_enable()
+    ids = token_ids()
+    counts = []
+    for _ in range(3):
+        model(ids, labels=ids)
+        gc.collect()
+        counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert counts[0] == counts[-1]
+
+
+def test_a_routed_model_pickles_into_another_process(tmp_path):
+    model = routed(dtype=torch.float32)
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, model.config)))
+    code = f"""
+import pickle, torch
+model, config = pickle.load(open({str(tmp_path / "model.pickle")!r}, "rb"))
+assert type(model).__name__ == "MixdepthLlamaForCausalLM" and config.model_type == "mixdepth_llama"
+print(model(torch.tensor({token_ids().tolist()})).logits.sum().item())
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout) == pytest.approx(model(token_ids()).logits.sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mixdepth.route(dense(), 0.125), "must be a DepthConfig or given by name"),
+        (lambda: mixdepth.route(dense(), capacty=0.5), "no setting 'capacty'; the settings are capacity, every"),
+        (lambda: mixdepth.set_capacity(dense(), 0.5), "LlamaForCausalLM is not routed: call mixdepth.route"),
+        (lambda: mixdepth.route(dense("opt", layerdrop=0.5)), "layerdrop=0.5"),
+        (lambda: count_flops(dense("mixtral"), 8), "FLOPs of experts"),
+    ],
+)
+def test_a_wrong_call_is_answered_in_a_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_a_copy_of_a_routed_model_is_its_own():

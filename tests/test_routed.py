@@ -1,5 +1,6 @@
 """Routed and Router without transformers: any block, in a loop of the user's own."""
 
+import copy
 import subprocess
 import sys
 
@@ -106,6 +107,48 @@ def test_the_routing_loss_is_zero_without_a_causal_rule_and_needs_a_routed_model
     assert mixdepth.routing_loss(routed) == 0
     with pytest.raises(ValueError, match="Linear has no Routed block"):
         mixdepth.routing_loss(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_causal_rule_skips_in_evaluation(share):
+    config = DepthConfig(capacity=0.25, causal="aux_loss", gate="one")
+    routed = Routed(Recorder(), width=4, config=config).eval()
+    x = torch.ones(3, 10, 4) * (torch.rand(3, 10, 1) < share)
+    routed.block.x = x[:, :0]
+    with torch.no_grad():
+        routed.router.projection.weight.fill_(1.0)
+    out = routed(x)
+    assert routed.block.x.shape[1] == (x[..., 0] > 0).sum(1).max()
+    assert torch.equal(out, x + (x > 0))
+    with pytest.raises(ValueError, match=r"call train\(\)"):
+        mixdepth.routing_loss(routed)
+
+
+def test_a_routed_block_can_be_copied_after_a_training_pass():
+    routed = Routed(nn.Linear(4, 4), width=4)
+    routed(torch.randn(1, 8, 4))
+    assert copy.deepcopy(routed).route is None
+
+
+def test_overlapping_look_ahead_contexts_end_when_the_last_one_does():
+    routed = Routed(Recorder(), width=4, config=DepthConfig(causal="aux_loss")).eval()
+    first, second = mixdepth.lookahead(routed), mixdepth.lookahead(routed)
+    first.__enter__(), second.__enter__()
+    assert not copy.deepcopy(routed).router.looks_ahead
+    first.__exit__(None, None, None)
+    assert routed.router.looks_ahead
+    second.__exit__(None, None, None)
+    assert not routed.router.looks_ahead
+
+
+def test_what_overflows_in_an_unused_slot_stays_there():
+    class Overflow(nn.Module):
+        def forward(self, x, used):
+            return (x + 1).masked_fill(~used[..., None], torch.inf)
+
+    routed = Routed(Overflow(), width=4, config=DepthConfig(capacity=0.5), slot_mask="used")
+    mask = torch.tensor([[True] * 2 + [False] * 4, [True] * 6])
+    assert routed(torch.randn(2, 6, 4), mask=mask).isfinite().all()
 
 
 def test_one_block_takes_one_capacity():

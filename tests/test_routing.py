@@ -48,7 +48,8 @@ def test_blending_at_weight_one_is_the_block_and_at_weight_zero_the_stream_to_th
     route, chosen, _ = drawn
     x, y = torch.randn(*chosen.shape, 5), torch.randn(*route.index.shape, 5)
     whole = route._replace(weight=torch.ones_like(route.weight)).blend(x, y)
-    assert torch.equal(route.gather(whole), y)
+    assert torch.equal(route.gather(whole)[route.used], y[route.used])
+    assert torch.equal(whole[~chosen], x[~chosen])  # an unused slot moves nothing, whatever its weight
     assert torch.equal(route._replace(weight=torch.zeros_like(route.weight)).blend(x, y), x)
 
 

@@ -1,7 +1,7 @@
 """The seam to transformers: routing for its causal language models."""
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from mixdepth.hf.architectures import SUPPORTED, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, keep_settings, route_layers, routed_classes
+from mixdepth.router import Router
 
 __all__ = [
     "RoutedCacheLayer",
@@ -29,7 +30,13 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     their names; each routed layer gets a new router.
     """
     if config is None:
+        known = [field.name for field in fields(DepthConfig)]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"there is no setting {unknown[0]!r}; the settings are {', '.join(known)}")
         config = DepthConfig(**settings)
+    elif not isinstance(config, DepthConfig):
+        raise ValueError(f"the settings must be a DepthConfig or given by name (capacity=...), not {config!r}")
     elif settings:
         raise ValueError(f"give a DepthConfig or settings, not both: {', '.join(settings)}")
     config = replace(config, causal=config.causal or "predictor")
@@ -48,6 +55,7 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
             if value is old:
                 setattr(module, name, new)
     model.__class__ = model_class
+    model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
     route_layers(model, config)
     for layer in decoder_layers(model):
         if isinstance(layer, RoutedLayer):
@@ -57,10 +65,14 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
 
 def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[float, ...]) -> None:
     """Change the capacity of a routed model: one for all routed layers, or one for each."""
+    if not isinstance(model, RoutedCausalLM):
+        raise ValueError(f"{type(model).__name__} is not routed: call mixdepth.route first")
     config = replace(model.depth_config, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
-    capacities = config.routed_layers(len(decoder_layers(model))).values()
-    for router, value in zip(model.depth_routers, capacities, strict=True):
-        router.capacity = value
+    layers = decoder_layers(model)
+    for index, value in config.routed_layers(len(layers)).items():
+        for module in layers[index].modules():
+            if isinstance(module, Router):
+                module.capacity = value
     keep_settings(model, config)
 
 

@@ -83,7 +83,7 @@ SUPPORTED = (
     "vaultgemma",
     "youtu",
 )
-"""Model types that hold the laws: tests/test_architectures.py runs over exactly this list."""
+"""Model types that hold the laws: tests/test_laws.py runs over exactly this list."""
 
 _RECURRENT = "its layers carry a state from token to token, which a skipped token would break"
 _INDEXED = "its attention keeps an index of every token beside the cache"
@@ -129,6 +129,10 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is not a causal language model: load the model as {causal_class.__name__}")
     if getattr(config, "quantization_config", None) is not None or getattr(model, "is_quantized", False):
         raise ValueError(f"{name} is quantised, which cannot be routed yet: load it without quantization_config")
+    if getattr(config, "layerdrop", 0) > 0:
+        raise ValueError(f"{name} drops whole layers at random (layerdrop={config.layerdrop}): set it to 0 to route")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(f"{name} is dispatched over devices or offloaded: route it first, then dispatch it")
     if getattr(config, "add_cross_attention", False):
         raise ValueError(f"{name} attends to an encoder (add_cross_attention=True), which cannot be routed")
     if getattr(config, "is_causal", True) is False:

@@ -36,7 +36,8 @@ class RoutedCacheLayer(CacheLayerMixin):
         self.columns: Tensor | None = None  # (B, S) int32: each stored token's place in its sequence
         self.lengths: list[int] = []  # stored tokens of each row, on the host, where shapes are decided
         self.seen = 0
-        self.evicted = False
+        self.evicted_at = 0  # how many tokens had been seen when some were dropped
+        self.is_incomplete = False  # look-ahead passed by and stored nothing
         self.is_initialized = False
 
     def write(self, rows: list[int], counts: list[int], columns: Tensor) -> "CacheWrite":
@@ -44,14 +45,14 @@ class RoutedCacheLayer(CacheLayerMixin):
 
         Their keys and values follow when the layer's attention hands them to the returned object.
         """
-        needed = max(self.lengths[row] for row in rows) + columns.shape[1]
-        if self.columns is not None and needed > self.columns.shape[1]:
-            self._evict()
-            needed = max(self.lengths[row] for row in rows) + columns.shape[1]
-        starts = torch.tensor([self.lengths[row] for row in rows], device=columns.device)
-        slots = starts[:, None] + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
+        self._evict()
+        starts = [self.lengths[row] for row in rows]
+        slots = torch.tensor(starts, device=columns.device)[:, None]
+        slots = slots + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
         row_index = torch.tensor(rows, device=columns.device)[:, None]  # (R, 1)
-        self.columns = _with_room(self.columns, columns.new_zeros(len(self.lengths), 0, dtype=torch.int32), 1, needed)
+        empty = columns.new_zeros(len(self.lengths), 0, dtype=torch.int32)
+        needed = max(starts) + columns.shape[1]
+        self.columns = _with_room(self.columns, empty, 1, needed, _slack(needed))
         self.columns[row_index, slots] = columns.to(torch.int32)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
@@ -64,20 +65,21 @@ class RoutedCacheLayer(CacheLayerMixin):
         return sum(self.lengths) * sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
 
     def _evict(self) -> None:
-        """Drop what lies behind the sliding window of every token to come."""
-        if self.sliding_window is None or self.record_past:
+        """Drop what lies behind the sliding window of every token to come, once it is worth a copy."""
+        if self.sliding_window is None or self.record_past or self.keys is None or self.values is None:
+            return
+        if max(self.lengths) <= self.sliding_window + _slack(self.sliding_window):
             return
         assert self.columns is not None
-        assert self.keys is not None
-        assert self.values is not None
         expired = (self._used() & (self.columns <= self.seen - self.sliding_window)).sum(1)  # (B,)
-        last = self.columns.shape[1] - 1
-        order = (torch.arange(last + 1, device=expired.device) + expired[:, None]).clamp(max=last)  # (B, S)
-        self.columns = self.columns.gather(1, order)
-        self.keys = self.keys.gather(2, order[:, None, :, None].expand_as(self.keys))
-        self.values = self.values.gather(2, order[:, None, :, None].expand_as(self.values))
         self.lengths = [length - drop for length, drop in zip(self.lengths, expired.tolist(), strict=True)]
-        self.evicted = True
+        kept = torch.arange(max(self.lengths), device=expired.device) + expired[:, None]
+        kept = kept.clamp(max=self.columns.shape[1] - 1)  # (B, S)
+        self.columns = self.columns.gather(1, kept)
+        heads, key_width, value_width = self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
+        self.keys = self.keys.gather(2, kept[:, None, :, None].expand(-1, heads, -1, key_width))
+        self.values = self.values.gather(2, kept[:, None, :, None].expand(-1, heads, -1, value_width))
+        self.evicted_at = self.seen
 
     def _used(self) -> Tensor:
         """(B, S) bool: the slots that hold a token."""
@@ -108,12 +110,15 @@ class RoutedCacheLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of the sequence, stored or not."""
-        if tokens_to_remove == 0:
+        """Forget the last tokens of the sequence, stored or not; their number is given as a negative one."""
+        if self.seen == 0:  # as dense layers do
             return
-        if self.evicted:
-            raise RuntimeError("crop needs tokens that were dropped: call activate_past_recording() on a new cache")
-        self.seen -= abs(tokens_to_remove)
+        left = self.seen + tokens_to_remove
+        if tokens_to_remove > 0 or left < 0:
+            raise ValueError(f"crop takes a number from {-self.seen} to 0, not {tokens_to_remove}")
+        if tokens_to_remove < 0 and left < self.evicted_at:
+            raise RuntimeError("crop reaches tokens whose window was dropped: call activate_past_recording() earlier")
+        self.seen = left
         if self.columns is not None:
             self.lengths = (self._used() & (self.columns < self.seen)).sum(1).tolist()
 
@@ -138,10 +143,9 @@ class CacheWrite:
 
     def __init__(self, layer: RoutedCacheLayer, rows: list[int], row_index: Tensor, slots: Tensor) -> None:
         self.layer = layer
-        self.rows: Any = slice(None) if len(rows) == len(layer.lengths) else rows
+        self.selection = slice(None) if len(rows) == len(layer.lengths) else rows
         self.row_index, self.slots = row_index, slots
         self.lengths = [layer.lengths[row] for row in rows]  # of keys, with the new ones
-        self.is_first = layer.seen == 0
 
     def mask(self, mask: Tensor | None, route: Route, num_tokens: int) -> Tensor | None:
         """The mask (R, 1, K, S) of the route's tokens over all keys of their rows.
@@ -149,51 +153,62 @@ class CacheWrite:
         None, the faster kernel, wherever it means the same: a prompt whose keys are its own slots,
         or one token each over rows of equal length.
         """
-        if mask is None and (self.is_first or (num_tokens == 1 and len(set(self.lengths)) == 1)):
+        seen = self.layer.seen
+        if mask is None and (seen == 0 or (num_tokens == 1 and len(set(self.lengths)) == 1)):
             return None
         assert self.layer.columns is not None
-        columns = self.layer.columns[self.rows, : max(self.lengths)]  # (R, S)
+        columns = self.layer.columns[self.selection, : max(self.lengths)]  # (R, S)
         lengths = torch.tensor(self.lengths, device=columns.device)
-        seen = self.layer.seen
-        return routed_mask(mask, route, columns, lengths, route.index + seen, seen + num_tokens - 1)
+        return routed_mask(mask, route, columns, lengths, seen, num_tokens)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values (R, H, K, width); return all keys and values of the rows."""
         layer = self.layer
         assert layer.columns is not None
-        batch_size, num_slots = layer.columns.shape
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
-        stored = []
-        for buffer, new in ((layer.keys, keys), (layer.values, values)):
-            empty = new.new_zeros(batch_size, new.shape[1], 0, new.shape[3])
-            buffer = _with_room(buffer, empty, 2, num_slots, exact=True)
-            # Unused slots are written too: behind the row's length, where the next step overwrites them.
-            buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
-            stored.append(buffer)
-        layer.keys, layer.values = stored
+        layer.keys, layer.values = self._stored(layer.keys, keys), self._stored(layer.values, values)
         length = max(self.lengths)
-        return layer.keys[self.rows, :, :length], layer.values[self.rows, :, :length]
+        return layer.keys[self.selection, :, :length], layer.values[self.selection, :, :length]
+
+    def _stored(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        assert self.layer.columns is not None
+        batch_size, num_slots = self.layer.columns.shape
+        buffer = _with_room(buffer, new.new_zeros(batch_size, new.shape[1], 0, new.shape[3]), 2, num_slots, 0)
+        if torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad):
+            buffer = buffer.clone()  # an earlier step's graph still reads it
+        # Unused slots are written too: behind the row's length, where the next step overwrites them.
+        buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
+        return buffer
 
 
-def _with_room(buffer: Tensor | None, empty: Tensor, dim: int, needed: int, exact: bool = False) -> Tensor:
-    """The buffer with at least `needed` slots along `dim`, some more if it had to grow.
+def _slack(num_slots: int) -> int:
+    """Room to make ahead: few copies of the whole, and little memory that is not used."""
+    return max(8, num_slots // 16)
+
+
+def _with_room(buffer: Tensor | None, empty: Tensor, dim: int, needed: int, slack: int) -> Tensor:
+    """The buffer, writable, with at least `needed` slots along `dim`; with `slack` more if it had to grow.
 
     Zeros fill the rest: attention multiplies masked values by 0, and 0 * NaN of raw memory is NaN.
     """
-    if buffer is not None and needed <= buffer.shape[dim]:
-        return buffer
-    if buffer is not None and not exact:
-        needed += max(8, needed // 16)
-    buffer = empty if buffer is None else buffer
-    shape = [*buffer.shape]
-    shape[dim] = needed - shape[dim]
-    return torch.cat([buffer, buffer.new_zeros(shape)], dim)
+    if buffer is None:
+        shape = [*empty.shape]
+        shape[dim] = needed
+        return empty.new_zeros(shape)
+    if needed > buffer.shape[dim]:
+        shape = [*buffer.shape]
+        shape[dim] = needed - shape[dim] + slack
+        return torch.cat([buffer, buffer.new_zeros(shape)], dim)
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        return buffer.clone()
+    return buffer
 
 
 def routed_cache_layer(cache: Cache, index: int, batch_size: int) -> RoutedCacheLayer:
     """The cache's layer for a routed layer, put in the place of the dense one on first use."""
-    refuse_cache(type(cache).__name__, isinstance(cache, DynamicCache) and not cache.offloading)
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        raise unsupported_cache(type(cache).__name__)
     while len(cache.layers) <= index:  # DynamicCache() without a config grows with the layers it meets
         cache.layers.append(cache.layer_class_to_replicate())
     layer: Any = cache.layers[index]
@@ -203,14 +218,19 @@ def routed_cache_layer(cache: Cache, index: int, batch_size: int) -> RoutedCache
         recording = getattr(layer, "record_past", False)
         layer = cache.layers[index] = RoutedCacheLayer(getattr(layer, "sliding_window", None))
         layer.record_past = recording
+    if layer.is_incomplete:
+        raise ValueError("this cache was made in training, with look-ahead, and cannot be continued from")
     if not layer.lengths:
         layer.lengths = [0] * batch_size
+    if len(layer.lengths) != batch_size:
+        raise ValueError(
+            f"this cache holds {len(layer.lengths)} rows, the batch has {batch_size}: start with a new one"
+        )
     return layer
 
 
-def refuse_cache(name: str, supported: bool) -> None:
-    if not supported:
-        raise ValueError(
-            f"the cache of a routed model stores a different number of tokens for each row and layer, which "
-            f"{name!r} cannot: use the default cache (cache_implementation=None)"
-        )
+def unsupported_cache(name: str) -> ValueError:
+    return ValueError(
+        f"the cache of a routed model stores a different number of tokens for each row and layer, which "
+        f"{name!r} cannot: use the default cache (cache_implementation=None)"
+    )

@@ -38,6 +38,7 @@ class RoutedLayer(nn.Module):
     depth_router: Router
     depth_index: int
     argument_names: tuple[str, ...]
+    """The layer's arguments after the stream, in order: some models pass them by position."""
     cache_name: str
 
     def forward(self, hidden_states: Tensor, *args: Any, depth: DepthContext | None = None, **kwargs: Any) -> Tensor:
@@ -49,11 +50,13 @@ class RoutedLayer(nn.Module):
         if depth is not None:
             depth.routes[self.depth_index] = route
         past = kwargs.pop(self.cache_name, None)
+        layer = None if past is None else routed_cache_layer(past, self.depth_index, x.shape[0])
         if lookahead:
+            if layer is not None:
+                layer.is_incomplete = True
             return self._process(x, route, kwargs)
 
         # Causal: run on the rows and slots that are needed, and not at all if there are none.
-        layer = None if past is None else routed_cache_layer(past, self.depth_index, x.shape[0])
         rows, counts, route = route.narrow()
         if rows:
             write = None if layer is None else layer.write(rows, counts, route.index + layer.seen)
@@ -69,14 +72,17 @@ class RoutedLayer(nn.Module):
 
     def _process(self, x: Tensor, route: Route, kwargs: dict[str, Any], write: CacheWrite | None = None) -> Tensor:
         """Gather the route's tokens and all that belongs to them, run the layer on them, blend."""
+        mask = kwargs.get("attention_mask")
         kwargs = {name: _gather(name, value, route) for name, value in kwargs.items()}
-        mask = kwargs["attention_mask"]
         if write is not None:
             kwargs["attention_mask"] = write.mask(mask, route, x.shape[1])
         elif mask is not None:
-            kwargs["attention_mask"] = routed_mask(mask, route, route.index, route.count, route.index, x.shape[1] - 1)
+            kwargs["attention_mask"] = routed_mask(mask, route, route.index, route.count, 0, x.shape[1])
         kwargs[self.cache_name] = write
         return route.blend(x, super().forward(route.gather(x), **kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_layer, (type(self).__mro__[2],), self.__dict__
 
 
 @cache
@@ -86,6 +92,11 @@ def routed_layer_class(layer_class: type[nn.Module]) -> type[RoutedLayer]:
     (cache_name,) = [name for name in CACHE_NAMES if name in names]
     namespace = {"argument_names": names, "cache_name": cache_name, "__module__": __name__}
     return type(f"Routed{layer_class.__name__}", (RoutedLayer, layer_class), namespace)
+
+
+def _new_layer(layer_class: Any) -> RoutedLayer:
+    routed = routed_layer_class(layer_class)
+    return routed.__new__(routed)
 
 
 def _select_rows(value: Any, rows: Tensor, batch_size: int) -> Any:

@@ -9,37 +9,44 @@ from torch import Tensor
 
 from mixdepth.routing import Route
 
+FORBIDDEN = -1e3
+"""An additive mask below this leaves no weight; some write -1e4 for minus infinity."""
+
 
 def real_tokens(mask: Tensor | None, num_tokens: int) -> Tensor | None:
     """(B or 1, T) bool: a query that may not attend to its own column is padding. None: all are real."""
     if mask is None:
         return None
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        raise ValueError(
+            f"an attention mask of shape {tuple(mask.shape)} cannot be routed: one for all heads is needed"
+        )
     own = mask[:, 0].diagonal(mask.shape[-1] - num_tokens, dim1=-2, dim2=-1)
-    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return own if own.dtype == torch.bool else own > FORBIDDEN
 
 
 def routed_mask(
-    mask: Tensor | None, route: Route, key_columns: Tensor, num_keys: Tensor, query_columns: Tensor, last_column: int
+    mask: Tensor | None, route: Route, columns: Tensor, num_keys: Tensor, seen: int, num_tokens: int
 ) -> Tensor:
-    """The mask (R, 1, K, S) of the route's queries over keys at `key_columns` (R, S).
+    """The mask (R, 1, K, S) of the route's queries over keys at `columns` (R, S) of their sequences.
 
-    Only the first `num_keys` (R,) keys of a row count. `query_columns` (R, K) are the places of the
-    route's tokens in the whole sequence, which `last_column` ends.
+    Only the first `num_keys` (R,) keys of a row count. The route's tokens are among the `num_tokens`
+    that follow the `seen` ones.
     """
     num_slots = route.index.shape[1]
-    used = torch.arange(key_columns.shape[1], device=key_columns.device) < num_keys[:, None]  # (R, S)
+    key = torch.arange(columns.shape[1], device=columns.device)  # (S,)
+    stored = key < num_keys[:, None]  # (R, S)
     if mask is None:
-        allowed = used[:, None] & (key_columns[:, None] <= query_columns[..., None])  # (R, K, S)
+        allowed = stored[:, None] & (columns[:, None] <= route.index[..., None] + seen)  # (R, K, S)
     else:
-        offset = last_column + 1 - mask.shape[-1]  # the first column that the mask covers
-        used = used & (key_columns >= offset)
-        columns = (key_columns - offset).clamp(min=0).long()[:, None].expand(-1, num_slots, -1)
-        allowed = route.gather(mask[:, 0]).gather(2, columns)  # (R, K, S)
+        offset = seen + num_tokens - mask.shape[-1]  # the first column that the mask covers
+        stored = stored & (columns >= offset)
+        covered = (columns - offset).clamp(min=0).long()[:, None].expand(-1, num_slots, -1)  # (R, K, S)
+        allowed = route.gather(mask[:, 0]).gather(2, covered)  # (R, K, S)
         if mask.dtype == torch.bool:
-            allowed = allowed & used[:, None]
+            allowed = allowed & stored[:, None]
         else:
-            allowed = allowed.where(used[:, None], torch.finfo(mask.dtype).min)
+            allowed = allowed.where(stored[:, None], torch.finfo(mask.dtype).min)
     # An unused slot may be allowed nothing, and softmax over nothing is NaN: let it see the first key.
-    first = torch.arange(key_columns.shape[1], device=key_columns.device) == 0  # (S,)
-    spared = ~route.used[..., None] & first  # (R, K, S)
+    spared = ~route.used[..., None] & (key == 0)  # (R, K, S)
     return (allowed | spared if allowed.dtype == torch.bool else allowed.masked_fill(spared, 0))[:, None]

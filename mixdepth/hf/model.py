@@ -6,29 +6,42 @@ type of its own, `mixdepth_<type>`, so that a routed checkpoint never loads as a
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from mixdepth.config import DepthConfig
 from mixdepth.hf.architectures import SUPPORTED, decoder_layers
-from mixdepth.hf.cache import refuse_cache
+from mixdepth.hf.cache import unsupported_cache
 from mixdepth.hf.layer import DepthContext, RoutedLayer, routed_layer_class
-from mixdepth.losses import routing_losses
+from mixdepth.losses import RoutingLoss, routing_losses
 from mixdepth.router import Router
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
 ROUTER_NAME = "depth_router"
+GUARD = {"routed: import mixdepth and load with AutoModelForCausalLM": ""}
+"""Stands in config.json for the labels of a classifier, which every config class of transformers turns
+into numbers: a dense class that is asked for by name fails, and quotes this."""
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -36,21 +49,48 @@ class RoutedCausalLMOutput(MoeCausalLMOutputWithPast):
     """The model's own output, and what routing adds to it.
 
     `loss` is the language-model loss; in training the weighted routing losses are added to it.
-    `aux_loss` is the routers' loss under `causal="aux_loss"`, otherwise the experts' balance loss.
+    `router_logits` with `output_router_logits=True` are the experts', or without experts the routers'.
     """
 
     lm_loss: Tensor | None = None
     """The language-model loss alone."""
+    balance_loss: Tensor | None = None
+    """The experts' balance loss, which transformers calls `aux_loss`."""
     predictor_loss: Tensor | None = None
-    """The predictors' loss under `causal="predictor"`, before its coefficient."""
+    """The predictors' loss under `causal="predictor"`. Under `causal="aux_loss"` see `aux_loss`."""
+    routing_loss: Tensor | None = None
+    """The sum of the routing losses, each with its coefficient."""
     routes: tuple[Route, ...] | None = None
     """The `Route` of each routed layer, with `output_routes=True`."""
 
 
-class RoutedCausalLM(PreTrainedModel):
+OUTPUT_NAMES = tuple(field.name for field in fields(RoutedCausalLMOutput))
+
+
+class RoutedConfig:
+    """Mixin before a config class of transformers."""
+
+    model_type: str
+    depth: dict[str, Any] | None
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        settings = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
+        return json.dumps({**settings, "id2label": GUARD}, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        settings = {name: value for name, value in config_dict.items() if value != GUARD}
+        return super().from_dict(settings, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_object, (self.model_type, 0), self.__dict__
+
+
+class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     """Mixin before a causal language model class of transformers."""
 
     argument_names: tuple[str, ...]
+    """The arguments of the model's forward, in order, for callers by position."""
     depth_config: DepthConfig
     """The routing settings, which config.json holds as `depth`."""
 
@@ -62,6 +102,8 @@ class RoutedCausalLM(PreTrainedModel):
         if config.depth is None:
             raise ValueError("config.json says nothing of routing: its entry 'depth' is missing")
         depth_config = DepthConfig.from_dict(config.depth)
+        if depth_config.causal is None:
+            raise ValueError("causal=None has no meaning for a language model: set it to 'predictor' or 'aux_loss'")
         super().__init__(config, *args, **kwargs)
         route_layers(self, depth_config)
 
@@ -73,40 +115,53 @@ class RoutedCausalLM(PreTrainedModel):
         `generate()` asks for `routing="causal"` by name, in either mode.
         """
         kwargs.update(zip(self.argument_names, args, strict=False))
-        lookahead = routing != "causal" and self.depth_routers[0].looks_ahead
+        lookahead = routing != "causal" and (self.training or self.depth_routers[0].forced_lookahead > 0)
+        wants_logits = self._check(kwargs, lookahead)
         if lookahead:
-            if kwargs.get("past_key_values") is not None:
-                raise ValueError("top-k routing takes whole sequences and no past_key_values: call eval() first")
             kwargs["use_cache"] = False
-        if kwargs.get("output_router_logits") and kwargs.get("attention_mask") is not None:
-            raise ValueError("output_router_logits of experts in routed layers takes no attention_mask")
         return_dict = kwargs.pop("return_dict", self.config.return_dict)
         context = DepthContext(lookahead)
         dense = super().forward(**kwargs, return_dict=True, depth=context)
         routes = tuple(context.routes[index] for index in sorted(context.routes))
-        out = RoutedCausalLMOutput(**dense, lm_loss=dense.loss, routes=routes if output_routes else None)
+        context.routes.clear()  # a graph that waits for its backward pass holds on to the context
+        out = RoutedCausalLMOutput(**{name: dense.get(name) for name in OUTPUT_NAMES})
+        out.routes = routes if output_routes else None
+        out.lm_loss, out.balance_loss = out.loss, out.aux_loss
         if out.loss is not None and out.aux_loss is not None:  # transformers has added the experts' loss
-            out.lm_loss = out.loss - self.config.router_aux_loss_coef * out.aux_loss
+            out.lm_loss = out.loss - _balance_coef(self.config) * out.aux_loss
+        if wants_logits and out.router_logits is None:
+            out.router_logits = tuple(route.logits for route in routes)
         if lookahead:
-            self._add_routing_losses(out, routes, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
+            self._add_routing_losses(out, routing_losses(routes, self.depth_config), kwargs)
         return out if return_dict else out.to_tuple()
 
-    def _add_routing_losses(
-        self, out: RoutedCausalLMOutput, routes: tuple[Route, ...], labels: Tensor | None, num_items: Any
-    ) -> None:
-        # The Trainer adds up micro-batches, each normalised by the label tokens of them all. A routing
-        # loss is a mean: it counts for its micro-batch's share of those tokens.
-        share: Any = 1.0
-        if labels is not None and num_items is not None:
-            share = (labels[..., 1:] != -100).sum() / num_items
-        for loss in routing_losses(routes, self.depth_config):
-            if self.training and torch.is_grad_enabled() and not loss.value.requires_grad:
-                trained = any(p.requires_grad for router in self.depth_routers for p in router.parameters())
-                if trained:
-                    raise ValueError("routing losses need gradient_checkpointing_kwargs={'use_reentrant': False}")
+    def _check(self, kwargs: dict[str, Any], lookahead: bool) -> bool:
+        """Refuse what a routed model cannot give; whether router logits are asked for."""
+        if lookahead and kwargs.get("past_key_values") is not None:
+            raise ValueError("top-k routing takes whole sequences and no past_key_values: call eval() first")
+        if not lookahead and kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError("output_attentions needs every layer to run: evaluate within mixdepth.lookahead(model)")
+        has_experts = hasattr(self.config, "output_router_logits")
+        asked = kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False))
+        if asked and has_experts and kwargs.get("attention_mask") is not None:
+            raise ValueError("output_router_logits of experts in routed layers takes no attention_mask yet")
+        return bool(asked)
+
+    def _add_routing_losses(self, out: RoutedCausalLMOutput, losses: list[RoutingLoss], kwargs: dict[str, Any]) -> None:
+        learns = any(p.requires_grad for router in self.depth_routers for p in router.parameters())
+        if learns and torch.is_grad_enabled() and not all(loss.value.requires_grad for loss in losses):
+            raise ValueError("routing losses need gradient_checkpointing_kwargs={'use_reentrant': False}")
+        for loss in losses:
             out[loss.name] = loss.value
-            if out.loss is not None and self.training:
-                out.loss = out.loss + loss.coef * share * loss.value
+        out.routing_loss = torch.stack([loss.coef * loss.value for loss in losses]).sum()
+        if self.training and out.loss is None:
+            logger.warning_once("Without labels out.loss is None: add out.routing_loss to the loss that you compute.")
+        elif self.training:
+            # The Trainer adds up micro-batches, each normalised by the label tokens of them all. A
+            # routing loss is a mean: it counts for its micro-batch's share of those tokens.
+            num_items = kwargs.get("num_items_in_batch")
+            share: Any = 1.0 if num_items is None else (kwargs["labels"][..., 1:] != -100).sum() / num_items
+            out.loss = out.loss + share * out.routing_loss
 
     @property
     def depth_routers(self) -> list[Router]:
@@ -127,19 +182,26 @@ class RoutedCausalLM(PreTrainedModel):
             raise ValueError(f"a weights file in {str(name)!r} is damaged ({error}): copy it again") from error
         missing = sorted(key for key in info["missing_keys"] if f".{ROUTER_NAME}." in key)
         if missing:
-            raise ValueError(f"the checkpoint {str(name)!r} lacks {len(missing)} routing weights, such as {missing[0]}")
+            raise ValueError(
+                f"{str(name)!r} lacks {len(missing)} routing weights, such as {missing[0]}: "
+                "save the model again with save_pretrained, or load the dense model and route it anew"
+            )
         return (model, info) if output_loading_info else model
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def routed_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Inputs of a step of `generate()`, which routes causally in training mode too."""
         return {**super().prepare_inputs_for_generation(*args, **kwargs), "routing": "causal"}
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        name = generation_config.cache_implementation
-        refuse_cache(str(name), supported=name in (None, "dynamic"))
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise unsupported_cache(generation_config.cache_implementation)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_cache("continuous batching", supported=False)
+        raise unsupported_cache("continuous batching")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_object, (self.config.model_type, 1), self.__dict__
 
 
 def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
@@ -163,14 +225,14 @@ def keep_settings(model: PreTrainedModel, config: DepthConfig) -> None:
 
 
 @functools.cache
-def routed_classes(model_type: str) -> tuple[type[PreTrainedConfig], type[RoutedCausalLM]]:
+def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
     """The config and model classes of `mixdepth_<model_type>`, made known to transformers."""
     config_base = CONFIG_MAPPING[model_type]
     model_base = MODEL_FOR_CAUSAL_LM_MAPPING[config_base]
-    ours = ["lm_loss", "predictor_loss", "aux_loss", "router_logits", "routes"]
+    ours = [name for name in OUTPUT_NAMES if name not in ("loss", "logits")]
     config_class = type(
         f"Mixdepth{config_base.__name__}",
-        (config_base,),
+        (RoutedConfig, config_base),
         {
             "__module__": __name__,
             "__annotations__": {"depth": dict[str, Any] | None},
@@ -179,6 +241,7 @@ def routed_classes(model_type: str) -> tuple[type[PreTrainedConfig], type[Routed
             "keys_to_ignore_at_inference": [*getattr(config_base, "keys_to_ignore_at_inference", ()), *ours],
         },
     )
+    prepare_inputs = model_base.prepare_inputs_for_generation
     model_class = type(
         # transformers picks the loss by the class name, which must say ForCausalLM
         f"Mixdepth{model_base.__name__.replace('LMHeadModel', 'ForCausalLM')}",
@@ -186,12 +249,12 @@ def routed_classes(model_type: str) -> tuple[type[PreTrainedConfig], type[Routed
         {
             "__module__": __name__,
             "config_class": config_class,
-            "forward": _like(model_base.forward, RoutedCausalLM.routed_forward),
+            "forward": _like(model_base.forward, RoutedCausalLM.routed_forward, output_routes=False),
+            "prepare_inputs_for_generation": _like(prepare_inputs, RoutedCausalLM.routed_inputs),
             "argument_names": tuple(inspect.signature(model_base.forward).parameters)[1:],
             "_keep_in_fp32_modules_strict": {*(model_base._keep_in_fp32_modules_strict or ()), ROUTER_NAME},
         },
     )
-    globals().update({cls.__name__: cls for cls in (config_class, model_class)})  # so that they pickle
     AutoConfig.register(PREFIX + model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
     # Key names in checkpoints stay those of the dense model, where they differ from its module names.
@@ -202,18 +265,30 @@ def routed_classes(model_type: str) -> tuple[type[PreTrainedConfig], type[Routed
     return config_class, model_class
 
 
-def _like(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the signature of `original`, which transformers inspects, plus output_routes."""
+def _new_object(model_type: str, which: int) -> Any:
+    """An empty config (0) or model (1), for copies and pickles: its class is made where it is needed."""
+    made: Any = routed_classes(model_type.removeprefix(PREFIX))[which]
+    return made.__new__(made)
+
+
+def _balance_coef(config: Any) -> float:
+    """The coefficient by which transformers adds the experts' loss; JetMoe has its own name for it."""
+    coef: float = config.router_aux_loss_coef if hasattr(config, "router_aux_loss_coef") else config.aux_loss_coef
+    return coef
+
+
+def _like(original: Callable[..., Any], function: Callable[..., Any], **extra: Any) -> Callable[..., Any]:
+    """`function` with the signature of `original`, which transformers inspects, and `extra` keywords."""
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
     signature = inspect.signature(original)
-    output_routes = inspect.Parameter("output_routes", inspect.Parameter.KEYWORD_ONLY, default=False)
     *named, rest = signature.parameters.values()
-    forward.__signature__ = signature.replace(parameters=[*named, output_routes, rest])  # type: ignore[attr-defined]
-    return forward
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in extra.items()]
+    wrapper.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    return wrapper
 
 
 class LazyRoutedConfig(PreTrainedConfig):
