@@ -71,7 +71,7 @@ class Routed(nn.Module):
             num_slots = int(route.count.max())
             if num_slots == 0:
                 return x
-            route = route.trim(num_slots)
+            route = route._replace(index=route.index[:, :num_slots], weight=route.weight[:, :num_slots])
         for name, axes in self.tokenwise.items():
             if kwargs.get(name) is not None:
                 for axis in (axes,) if isinstance(axes, int) else axes:

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D width, H hidden units of the predictor.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,18 +48,29 @@ class Router(nn.Module):
         """
         if lookahead is None:
             lookahead = self.looks_ahead
+        num_slots = slots(self.capacity, x.shape[1]) if lookahead else x.shape[1]
+        return self.route(x, self.decide(x, real, lookahead), num_slots)
+
+    def decide(self, x: Tensor, real: Tensor | None, lookahead: bool) -> "Decision":
+        """Which tokens are chosen."""
         if real is None:
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        logits = self.score(x)  # (B, T)
         predictor_logits = None if self.predictor is None else self.predictor(x)  # (B, T)
-        num_tokens = x.shape[1]
+        # A causal predictor decides without the score, which then is worth computing for chosen tokens only.
+        logits = self.score(x) if lookahead or predictor_logits is None else None  # (B, T)
         if lookahead:
+            assert logits is not None
             chosen = top_k(logits.masked_fill(~real, -torch.inf), slots(self.capacity, real.sum(1)))
-            num_slots = slots(self.capacity, num_tokens)
         else:
             guess = logits if predictor_logits is None else predictor_logits
+            assert guess is not None
             chosen = real & (guess > self.threshold)
-            num_slots = num_tokens
+        return Decision(chosen, real, logits, predictor_logits)
+
+    def route(self, x: Tensor, decision: "Decision", num_slots: int) -> Route:
+        """The route of a decision about the stream x."""
+        chosen, real, logits, predictor_logits = decision
+        logits = self.score(x) if logits is None else logits
         return Route.choose(chosen, weigh(logits, self.gate), logits, predictor_logits, real, num_slots)
 
     @property
@@ -85,6 +96,15 @@ class Router(nn.Module):
         return f"capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
 
 
+class Decision(NamedTuple):
+    """Which tokens of a stream are chosen, and by what."""
+
+    chosen: Tensor  # (B, T) bool
+    real: Tensor  # (B, T) bool: False for padding tokens
+    logits: Tensor | None  # (B, T): the scores, if they had a say
+    predictor_logits: Tensor | None  # (B, T)
+
+
 class Predictor(nn.Module):
     """Guesses from one token whether top-k would choose it. No gradient leaves it for the model."""
 
@@ -102,8 +122,11 @@ class Predictor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T)"""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # Normalised, since the stream's scale grows over layers and training by orders of magnitude.
-        h = _linear(F.rms_norm(x.detach().to(dtype), x.shape[-1:]), self.up)  # (B, T, H)
+        x = x.detach().to(dtype)
+        # As if the stream were normalised, since its scale grows over layers and training by orders of
+        # magnitude; scaling the few hidden units instead spares a copy of the stream.
+        scale = x.shape[-1] ** 0.5 / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-6)  # (B, T, 1)
+        h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
         if self.down is not None:
             h = _linear(F.silu(h), self.down)  # (B, T, 1)
         return h[..., 0].to(dtype)

@@ -89,22 +89,17 @@ class Route(NamedTuple):
         moved = torch.lerp(before, y, self.weight[..., None].to(x.dtype))
         return x.scatter(1, self.index[..., None].expand_as(moved), moved)
 
-    def trim(self, num_slots: int) -> "Route":
-        """The route without the slots after the first `num_slots`."""
-        return self._replace(index=self.index[:, :num_slots], weight=self.weight[:, :num_slots])
+    def narrow(self, counts: list[int]) -> tuple[list[int], "Route"]:
+        """The rows with a chosen token, and their route, without the slots that none of them needs.
 
-    def narrow(self) -> tuple[list[int], list[int], "Route"]:
-        """Drop the rows without a chosen token and the slots that no row needs.
-
-        Returns the rows that are left, how many tokens each of them chose, and their route. This
-        reads the counts on the host, so it is for evaluation; training keeps its shapes.
+        `counts` is `count` on the host: reading it synchronises, so this is for evaluation; training
+        keeps its shapes.
         """
-        counts = self.count.tolist()
         rows = [row for row, count in enumerate(counts) if count]
-        short = self.trim(max(counts))
+        route = self._replace(index=self.index[:, : max(counts)], weight=self.weight[:, : max(counts)])
         if len(rows) < len(counts):
-            short = Route(*(None if field is None else field[rows] for field in short))  # type: ignore[arg-type]
-        return rows, [counts[row] for row in rows], short
+            route = Route(*(None if field is None else field[rows] for field in route))  # type: ignore[arg-type]
+        return rows, route
 
 
 def top_k(scores: Tensor, k: Tensor) -> Tensor:

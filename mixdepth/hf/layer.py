@@ -29,6 +29,8 @@ class DepthContext:
     """
 
     lookahead: bool
+    output_routes: bool
+    """Whether routes are asked for; under look-ahead they are always reported, for the routing losses."""
     routes: dict[int, Route] = field(default_factory=dict)
 
 
@@ -46,19 +48,28 @@ class RoutedLayer(nn.Module):
         kwargs.update(zip(self.argument_names, args, strict=False))
         lookahead = self.depth_router.looks_ahead if depth is None else depth.lookahead
         real = real_tokens(kwargs.get("attention_mask"), x.shape[1])
-        route = self.depth_router(x, None if real is None else real.expand(x.shape[:2]), lookahead)
-        if depth is not None:
-            depth.routes[self.depth_index] = route
+        real = None if real is None else real.expand(x.shape[:2])
         past = kwargs.pop(self.cache_name, None)
         layer = None if past is None else routed_cache_layer(past, self.depth_index, x.shape[0])
         if lookahead:
             if layer is not None:
                 layer.is_incomplete = True
+            route = self.depth_router(x, real, lookahead)
+            if depth is not None:
+                depth.routes[self.depth_index] = route
             return self._process(x, route, kwargs)
 
         # Causal: run on the rows and slots that are needed, and not at all if there are none.
-        rows, counts, route = route.narrow()
-        if rows:
+        decision = self.depth_router.decide(x, real, lookahead)
+        counts = decision.chosen.sum(1).tolist()
+        is_reported = depth is not None and depth.output_routes
+        if any(counts) or is_reported:
+            route = self.depth_router.route(x, decision, max(counts))
+        if depth is not None and is_reported:
+            depth.routes[self.depth_index] = route
+        if any(counts):
+            rows, route = route.narrow(counts)
+            counts = [counts[row] for row in rows]
             write = None if layer is None else layer.write(rows, counts, route.index + layer.seen)
             if len(rows) == x.shape[0]:
                 x = self._process(x, route, kwargs, write)

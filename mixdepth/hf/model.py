@@ -120,7 +120,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         if lookahead:
             kwargs["use_cache"] = False
         return_dict = kwargs.pop("return_dict", self.config.return_dict)
-        context = DepthContext(lookahead)
+        context = DepthContext(lookahead, output_routes or wants_logits)
         dense = super().forward(**kwargs, return_dict=True, depth=context)
         routes = tuple(context.routes[index] for index in sorted(context.routes))
         context.routes.clear()  # a graph that waits for its backward pass holds on to the context
