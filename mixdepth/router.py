@@ -129,7 +129,8 @@ class Predictor(nn.Module):
         h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
         if self.down is not None:
             h = _linear(F.silu(h), self.down)  # (B, T, 1)
-        return h[..., 0].to(dtype)
+        logits: Tensor = h[..., 0].to(dtype)
+        return logits
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:

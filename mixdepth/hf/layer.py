@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mixdepth.hf.cache import CacheWrite, routed_cache_layer
+from mixdepth.hf.cache import CacheWrite, RoutedCacheLayer, routed_cache_layer
 from mixdepth.hf.mask import real_tokens, routed_mask
 from mixdepth.router import Router
 from mixdepth.routing import Route
@@ -46,27 +46,30 @@ class RoutedLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, depth: DepthContext | None = None, **kwargs: Any) -> Tensor:
         x = hidden_states
         kwargs.update(zip(self.argument_names, args, strict=False))
-        lookahead = self.depth_router.looks_ahead if depth is None else depth.lookahead
+        if depth is None:  # called by something else than the routed model: nothing is reported
+            depth = DepthContext(self.depth_router.looks_ahead, output_routes=False)
         real = real_tokens(kwargs.get("attention_mask"), x.shape[1])
         real = None if real is None else real.expand(x.shape[:2])
         past = kwargs.pop(self.cache_name, None)
         layer = None if past is None else routed_cache_layer(past, self.depth_index, x.shape[0])
-        if lookahead:
-            if layer is not None:
-                layer.is_incomplete = True
-            route = self.depth_router(x, real, lookahead)
-            if depth is not None:
-                depth.routes[self.depth_index] = route
-            return self._process(x, route, kwargs)
+        if not depth.lookahead:
+            return self._process_chosen(x, real, kwargs, layer, depth)
+        if layer is not None:
+            layer.is_incomplete = True
+        route = depth.routes[self.depth_index] = self.depth_router(x, real, lookahead=True)
+        return self._process(x, route, kwargs)
 
-        # Causal: run on the rows and slots that are needed, and not at all if there are none.
-        decision = self.depth_router.decide(x, real, lookahead)
-        counts = decision.chosen.sum(1).tolist()
-        is_reported = depth is not None and depth.output_routes
-        if any(counts) or is_reported:
+    def _process_chosen(
+        self, x: Tensor, real: Tensor | None, kwargs: Any, layer: RoutedCacheLayer | None, depth: DepthContext
+    ) -> Tensor:
+        """Skip for real: run on the rows and slots that were chosen, and not at all if there are none."""
+        decision = self.depth_router.decide(x, real, lookahead=False)
+        counts = decision.chosen.sum(1).tolist()  # the one read on the host
+        if any(counts) or depth.output_routes:
             route = self.depth_router.route(x, decision, max(counts))
-        if depth is not None and is_reported:
+        if depth.output_routes:
             depth.routes[self.depth_index] = route
+        num_tokens = x.shape[1]
         if any(counts):
             rows, route = route.narrow(counts)
             counts = [counts[row] for row in rows]
@@ -78,7 +81,7 @@ class RoutedLayer(nn.Module):
                 kwargs = {name: _select_rows(value, busy, x.shape[0]) for name, value in kwargs.items()}
                 x = x.index_copy(0, busy, self._process(x[busy], route, kwargs, write))
         if layer is not None:
-            layer.seen += hidden_states.shape[1]
+            layer.seen += num_tokens
         return x
 
     def _process(self, x: Tensor, route: Route, kwargs: dict[str, Any], write: CacheWrite | None = None) -> Tensor:
