@@ -1,6 +1,6 @@
 """How the defaults of DepthConfig were chosen: short trainings over gate x initialisation and more.
 
-Each run trains a routed Llama over bytes (width 64, 4 layers, 0.2 M parameters) for 800 steps of
+Each run trains a routed Llama over bytes (width 64, 4 layers, 0.28 M parameters) for 800 steps of
 8 x 256 bytes of the standard library, AdamW with a cosine schedule, and reports the held-out loss
 with causal routing, with look-ahead beside it. Results are appended to defaults.jsonl; a run that is
 there already is not repeated, so the script may be stopped and started again. `--table` prints means

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Routes a small Llama, trains it on the Python standard library's source (nothing is "
         "downloaded), and prints its held-out loss, the realised capacity and a sample.",
     )
-    demo.add_argument("--seconds", type=float, default=60, help="how long to train (default: %(default)s)")
+    demo.add_argument("--steps", type=int, default=800, help="how long to train (default: %(default)s, about a minute)")
     demo.add_argument(
         "--capacity", type=float, default=0.125, help="share of tokens per routed layer (default: %(default)s)"
     )

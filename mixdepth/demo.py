@@ -2,7 +2,6 @@
 
 import math
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,27 +56,26 @@ def byte_llama(width: int, num_layers: int, length: int) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def run(seconds: float = 60, capacity: float = 0.125, every: int = 2, seed: int = 0) -> RoutedCausalLM:
-    """Train a routed model for about `seconds`; print its loss, realised capacity and a sample."""
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds must be a number above 0, not {seconds}")
+def run(steps: int = 800, capacity: float = 0.125, every: int = 2, seed: int = 0) -> RoutedCausalLM:
+    """Train a small routed model; print its loss, realised capacity and a sample."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
     torch.manual_seed(seed)
-    length, batch_size = 256, 16
+    length, batch_size, num_layers, peak = 256, 8, 4, 4e-3
     training, validation = stdlib_bytes()
-    model = mixdepth.route(byte_llama(128, 6, length), capacity=capacity, every=every)
-    routed = sorted(model.depth_config.routed_layers(6))
+    model = mixdepth.route(byte_llama(64, num_layers, length), capacity=capacity, every=every)
+    routed = sorted(model.depth_config.routed_layers(num_layers))
     print(
-        f"mixdepth {mixdepth.__version__}: a Llama of {model.num_parameters() / 1e6:.1f} M parameters, "
-        f"layers {routed} of 6 routed at capacity {capacity}; {len(training) / 1e6:.1f} MB of Python source"
+        f"mixdepth {mixdepth.__version__}: a Llama of {model.num_parameters() / 1e6:.2f} M parameters, layers {routed} "
+        f"of {num_layers} routed at capacity {capacity}; {len(training) / 1e6:.1f} MB of Python source"
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     windows = batches(training, batch_size, length, seed)
-    start, share = time.monotonic(), 0.0
-    with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as bar:
-        while share < 1:
-            share = min(1.0, (time.monotonic() - start) / seconds)
-            for group in optimizer.param_groups:  # warm-up, then down to nothing at the end
-                group["lr"] = 3e-3 * min(1.0, 20 * share) * (1 - share)
+    with tqdm(range(steps), desc="training", unit="step", mininterval=1) as bar:
+        for step in bar:
+            for group in optimizer.param_groups:
+                warm = min(1.0, 20 * (step + 1) / steps)
+                group["lr"] = peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
             ids = next(windows)
             out = model(ids, labels=ids)
             out.loss.backward()
@@ -85,15 +83,14 @@ def run(seconds: float = 60, capacity: float = 0.125, every: int = 2, seed: int 
             optimizer.step()
             optimizer.zero_grad()
             bar.set_postfix_str(f"loss {out.lm_loss.item():.3f}", refresh=False)
-            bar.update(round(100 * share) - bar.n)
     causal, realised = evaluate(model, validation, length)
     with mixdepth.lookahead(model):
         ahead, _ = evaluate(model, validation, length)
     print(f"held-out loss {causal:.3f} nats per byte with causal routing ({ahead:.3f} with look-ahead)")
     print(f"realised capacity {' '.join(f'{c:.1%}' for c in realised)} in layers {routed}, configured {capacity:.1%}")
-    prompt = torch.tensor([list(b"def main(")])
-    sample = model.generate(prompt, max_new_tokens=160, do_sample=True, temperature=0.7, pad_token_id=0)
-    print("sample:\n" + bytes(sample[0].tolist()).decode(errors="replace"))
+    prompt = torch.tensor([list(b"def get_")])
+    sample = model.generate(prompt, max_new_tokens=200, do_sample=True, temperature=0.8, pad_token_id=0)
+    print("a sample:\n" + bytes(sample[0].tolist()).decode(errors="replace"))
     return model
 
 

@@ -35,14 +35,14 @@ def test_the_version_is_told():
 
 def test_no_verb_and_a_wrong_setting_end_with_code_2_and_no_traceback():
     assert run().returncode == 2
-    assert run("demo", "--seconds", "0").stderr == "mixdepth: seconds must be a number above 0, not 0.0\n"
+    assert run("demo", "--steps", "0").stderr == "mixdepth: steps must be at least 1, not 0\n"
     process = run("demo", "--capacity", "1.5")
     assert process.returncode == 2
     assert process.stderr == "mixdepth: capacity must be a fraction in (0, 1], not 1.5\n"
 
 
 def test_the_demo_trains_and_samples():
-    process = run("demo", "--seconds", "2")
+    process = run("demo", "--steps", "5")
     assert process.returncode == 0, process.stderr
     assert "realised capacity" in process.stdout
-    assert "def main(" in process.stdout
+    assert "def get_" in process.stdout
