@@ -6,7 +6,8 @@ take turns and the median of their ratios counts; the prompt's time is left out.
 
 Two limits stand beside the speed-up. By bytes: a step reads every weight that some row passes, and all
 keys and values; a routed layer's weights are read if any row chose it. By FLOPs: only what was chosen is
-computed. One row is bound by bytes, many rows by FLOPs.
+computed. One row is bound by bytes; with many rows a dense layer is bound by FLOPs too, and a routed one,
+which runs for few of them, saves more than its bytes.
 
     python benchmarks/decode.py
 """
@@ -36,11 +37,14 @@ def set_choice(model: Any, capacity: float) -> None:
             router.predictor.down.bias -= logits.float().quantile(1 - capacity)
 
 
-def cache_bytes(cache: Any) -> int:
-    return sum(
-        layer.num_bytes() if hasattr(layer, "num_bytes") else layer.keys.nbytes + layer.values.nbytes
-        for layer in cache.layers
-    )
+def cache_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes of the tokens that the cache holds, and all that it has allocated for them."""
+    held = allocated = 0
+    for layer in cache.layers:
+        room = layer.keys.nbytes + layer.values.nbytes
+        held += layer.num_bytes() if hasattr(layer, "num_bytes") else room
+        allocated += room + (layer.columns.nbytes if hasattr(layer, "columns") else 0)
+    return held, allocated
 
 
 def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> None:
@@ -87,9 +91,8 @@ def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> Non
     layer = sum(p.numel() for n, p in dense.model.layers[0].named_parameters()) * 4
     head = dense.lm_head.weight.nbytes
     print(f"{describe()}\n{dense.num_parameters() / 1e6:.0f} M parameters, fp32, {new_tokens} new tokens each")
-    header(
-        "batch", "prompt", "dense tokens/s", "routed tokens/s", "speed-up", "by bytes", "by FLOPs", "chosen", "cache"
-    )
+    names = ("batch", "prompt", "dense tokens/s", "routed tokens/s", "speed-up", "by bytes", "by FLOPs", "chosen")
+    header(*names, "cache", "allocated")
     for batch_size in (1, 8):
         for length in (16, 1000):
             prompt = torch.randint(vocab_size, (batch_size, length))
@@ -107,8 +110,9 @@ def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> Non
             realised = sum(stored) / len(stored)
             # bytes that a step must read: all weights that some row passes, and the caches
             any_row = sum(1 - (1 - share) ** batch_size for share in stored)
-            dense_bytes = NUM_LAYERS * layer + head + sizes["dense"]
-            routed_bytes = (NUM_LAYERS - len(stored) + any_row) * layer + head + sizes["routed"]
+            (dense_held, _), (held, allocated) = sizes["dense"], sizes["routed"]
+            dense_bytes = NUM_LAYERS * layer + head + dense_held
+            routed_bytes = (NUM_LAYERS - len(stored) + any_row) * layer + head + held
             flop_limit = NUM_LAYERS / (NUM_LAYERS - len(stored) + sum(stored))
             ratios = [fast / slow for fast, slow in zip(speeds["routed"], speeds["dense"], strict=True)]
             row(
@@ -120,7 +124,8 @@ def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> Non
                 f"{dense_bytes / routed_bytes:.2f}",
                 f"{flop_limit:.2f}",
                 f"{realised:.1%}",
-                f"{sizes['routed'] / sizes['dense']:.1%} of {sizes['dense'] / 1e6:.1f} MB",
+                f"{held / dense_held:.1%} of {dense_held / 1e6:.1f} MB",
+                f"{allocated / dense_held:.1%}",
             )
 
 

@@ -39,6 +39,8 @@ class Routed(nn.Module):
 
     route: Route | None = None
     """The route of the last forward pass."""
+    looked_ahead: bool = False
+    """Whether top-k chose it."""
 
     def __init__(
         self,
@@ -65,9 +67,11 @@ class Routed(nn.Module):
         """Process the stream x (B, T, D); `mask` (B, T) is True at real tokens, False at padding."""
         if mask is not None and self.slot_mask is None:
             raise ValueError("a mask leaves slots unused: name the block's keyword for them with slot_mask=...")
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"mask must be boolean, True at real tokens, not {mask.dtype}")
         route: Route = self.router(x, mask)
-        self.route = route
-        if not self.router.looks_ahead:  # run on as many slots as the fullest row needs
+        self.route, self.looked_ahead = route, self.router.looks_ahead
+        if not self.looked_ahead:  # run on as many slots as the fullest row needs
             num_slots = int(route.count.max())
             if num_slots == 0:
                 return x
@@ -95,7 +99,7 @@ def routing_loss(model: nn.Module) -> Tensor:
     for block in blocks:
         if block.route is None:
             raise ValueError("routing_loss needs a forward pass first")
-        if not block.router.looks_ahead:
+        if not block.looked_ahead:
             raise ValueError("routing_loss compares with the top-k choice: call train() before the forward pass")
         losses += [loss.coef * loss.value for loss in routing_losses([block.route], block.config)]
     return torch.stack(losses).mean() if losses else torch.zeros((), device=blocks[0].router.projection.weight.device)

@@ -33,6 +33,8 @@ class Router(nn.Module):
         self.causal = config.causal
         self.init_std = config.init_std
         self.projection = nn.Linear(width, 1, bias=False, dtype=router_dtype())
+        # What no loss can reach must not wait for a gradient: distributed training would, for ever.
+        self.projection.weight.requires_grad_(config.gate != "one" or config.causal == "aux_loss")
         self.predictor = Predictor(width, config.predictor_width) if config.causal == "predictor" else None
         self.reset_parameters()
 

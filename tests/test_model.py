@@ -96,6 +96,8 @@ def test_evaluation_is_causal_unless_look_ahead_is_asked_for_by_name():
     assert not torch.allclose(causal, ahead)
     with pytest.raises(ValueError, match="has no routers"), mixdepth.lookahead(dense()):
         pass
+    with pytest.raises(ValueError, match="given a part of the model"), mixdepth.lookahead(model.model.layers[2]):
+        model(ids)
 
 
 def test_the_base_model_alone_routes_by_its_mode():
@@ -213,6 +215,10 @@ def test_expert_logits_and_their_loss_keep_their_names_in_a_routed_mixture():
     torch.testing.assert_close(out.loss, out.lm_loss + 0.01 * out.balance_loss + out.routing_loss)
     with pytest.raises(ValueError, match="takes no attention_mask"):
         model(ids, attention_mask=torch.ones_like(ids), output_router_logits=True)
+    with pytest.raises(ValueError, match="needs every layer to run"):
+        model.eval()(ids, output_router_logits=True)
+    model.config.output_router_logits = True  # in training; sampling and evaluation do without
+    model.generate(ids, attention_mask=torch.ones_like(ids).tril(15).flip(1), max_new_tokens=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -227,6 +233,58 @@ def test_the_trainer_reports_the_loss_that_the_model_reports(architecture, tmp_p
     assert metrics["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
     predictions = Trainer(model, arguments).predict(rows).predictions
     assert predictions.shape == (4, 16, 61)  # logits alone
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_trainer_resumes_from_its_checkpoint(architecture, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in token_ids(12, 16).tolist()]
+
+    def train(folder, resume=None, **settings):
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            save_steps=3,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            **settings,
+        )
+        model = routed(architecture, torch.float32)
+        Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=resume)
+        return model.state_dict()
+
+    whole = train(tmp_path / "whole")
+    resumed = train(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_other_readers_of_a_routed_config_are_not_in_the_way(tmp_path):
+    """The Trainer and tokenizers read it by the base class; what the user wrote in it comes back."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    model = routed(dtype=torch.float32)
+    model.config.id2label = {0: "x"}
+    model.save_pretrained(tmp_path)
+    assert PreTrainedConfig.from_pretrained(tmp_path).architectures == ["MixdepthLlamaForCausalLM"]
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.id2label == {0: "x"}
+    assert config.use_cache is True
+    routed(dtype=torch.float32).save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize("gate", ["raw", "one"])
+@pytest.mark.parametrize("causal", ["predictor", "aux_loss"])
+def test_every_trained_parameter_gets_a_gradient(gate, causal):
+    """Distributed training waits for all of them."""
+    model = routed(dtype=torch.float32, gate=gate, causal=causal).train()
+    model(token_ids(), labels=token_ids()).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 def test_a_training_pass_without_labels_says_where_the_routing_loss_is(caplog):

@@ -102,7 +102,7 @@ def test_a_missing_router_key_is_named(folder):
     del tensors["model.layers.2.depth_router.projection.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"lacks 1 routing weights, such as model\.layers\.2\.depth_router\.projection"
+        ValueError, match=r"1 routing weights in .* are missing, such as model\.layers\.2\.depth_router"
     ):
         AutoModelForCausalLM.from_pretrained(folder)
 
@@ -110,6 +110,8 @@ def test_a_missing_router_key_is_named(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"causal": "aux_loss"}, "12 routing weights in .* are unexpected"),
+        ({"layers": [0]}, "10 routing weights in .* are unexpected"),
         ({"causal": None}, "causal=None has no meaning for a language model"),
         ({"version": 99}, "format version 99, this mixdepth reads up to 1"),
         ({"layers": [0, 2, 77]}, "layers must be below the model's 4 layers, not 77"),

@@ -59,6 +59,8 @@ def test_padding_is_never_chosen_takes_no_capacity_and_the_block_learns_of_unuse
 def test_a_mask_for_a_block_that_cannot_be_told_is_refused():
     with pytest.raises(ValueError, match="slot_mask"):
         Routed(Recorder(), width=4)(torch.randn(1, 3, 4), mask=torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask must be boolean, .* not torch.int64"):
+        Routed(Recorder(), width=4, slot_mask="used")(torch.randn(1, 3, 4), mask=torch.ones(1, 3, dtype=torch.long))
 
 
 def test_a_row_of_a_padded_batch_equals_the_row_by_itself_in_an_encoder_layer():
@@ -121,7 +123,7 @@ def test_a_causal_rule_skips_in_evaluation(share):
     assert routed.block.x.shape[1] == (x[..., 0] > 0).sum(1).max()
     assert torch.equal(out, x + (x > 0))
     with pytest.raises(ValueError, match=r"call train\(\)"):
-        mixdepth.routing_loss(routed)
+        mixdepth.routing_loss(routed.train())
 
 
 def test_a_routed_block_can_be_copied_after_a_training_pass():

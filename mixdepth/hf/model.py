@@ -1,7 +1,7 @@
 """Routed model classes: a causal language model of transformers whose layers are routed.
 
 Each is made on demand from the dense class, as mixin + original, with a config class and a model
-type of its own, `mixdepth_<type>`, so that a routed checkpoint never loads as a dense model.
+type of its own, `mixdepth_<type>`, so that a routed folder never loads as a dense model.
 """
 
 import functools
@@ -37,9 +37,10 @@ from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
 ROUTER_NAME = "depth_router"
-GUARD = {"routed: import mixdepth and load with AutoModelForCausalLM": ""}
-"""Stands in config.json for the labels of a classifier, which every config class of transformers turns
-into numbers: a dense class that is asked for by name fails, and quotes this."""
+GUARD = "routed: import mixdepth and load with AutoModelForCausalLM"
+"""Stands in config.json for `use_cache`, which every dense config class checks to be true or false: a
+dense class that is asked for by name refuses the folder, and quotes this."""
+GUARDED, KEPT_AS = "use_cache", "routed_use_cache"
 
 logger = logging.get_logger(__name__)
 
@@ -75,11 +76,14 @@ class RoutedConfig:
 
     def to_json_string(self, use_diff: bool = True) -> str:
         settings = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        return json.dumps({**settings, "id2label": GUARD}, indent=2, sort_keys=True) + "\n"
+        settings |= {GUARDED: GUARD, KEPT_AS: getattr(self, GUARDED)}
+        return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        settings = {name: value for name, value in config_dict.items() if value != GUARD}
+        settings = dict(config_dict)
+        if KEPT_AS in settings:
+            settings[GUARDED] = settings.pop(KEPT_AS)
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,7 +119,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         `generate()` asks for `routing="causal"` by name, in either mode.
         """
         kwargs.update(zip(self.argument_names, args, strict=False))
-        lookahead = routing != "causal" and (self.training or self.depth_routers[0].forced_lookahead > 0)
+        lookahead = routing != "causal" and (self.training or self._is_forced_to_look_ahead())
         wants_logits = self._check(kwargs, lookahead)
         if lookahead:
             kwargs["use_cache"] = False
@@ -139,13 +143,24 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         """Refuse what a routed model cannot give; whether router logits are asked for."""
         if lookahead and kwargs.get("past_key_values") is not None:
             raise ValueError("top-k routing takes whole sequences and no past_key_values: call eval() first")
-        if not lookahead and kwargs.get("output_attentions", self.config.output_attentions):
+        attentions, logits = kwargs.get("output_attentions"), kwargs.get("output_router_logits")
+        if not lookahead and (self.config.output_attentions if attentions is None else attentions):
             raise ValueError("output_attentions needs every layer to run: evaluate within mixdepth.lookahead(model)")
-        has_experts = hasattr(self.config, "output_router_logits")
-        asked = kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False))
-        if asked and has_experts and kwargs.get("attention_mask") is not None:
+        if not hasattr(self.config, "output_router_logits"):  # no experts: the logits are the routers'
+            return bool(logits)
+        if not lookahead and logits:
+            raise ValueError("output_router_logits of experts needs every layer to run: use mixdepth.lookahead(model)")
+        logits = lookahead and (self.config.output_router_logits if logits is None else logits)
+        if logits and kwargs.get("attention_mask") is not None:
             raise ValueError("output_router_logits of experts in routed layers takes no attention_mask yet")
-        return bool(asked)
+        kwargs["output_router_logits"] = logits
+        return bool(logits)
+
+    def _is_forced_to_look_ahead(self) -> bool:
+        forced = {router.forced_lookahead > 0 for router in self.depth_routers}
+        if len(forced) > 1:
+            raise ValueError("mixdepth.lookahead was given a part of the model: give it the whole")
+        return True in forced
 
     def _add_routing_losses(self, out: RoutedCausalLMOutput, losses: list[RoutingLoss], kwargs: dict[str, Any]) -> None:
         learns = any(p.requires_grad for router in self.depth_routers for p in router.parameters())
@@ -180,12 +195,13 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"a weights file in {str(name)!r} is damaged ({error}): copy it again") from error
-        missing = sorted(key for key in info["missing_keys"] if f".{ROUTER_NAME}." in key)
-        if missing:
-            raise ValueError(
-                f"{str(name)!r} lacks {len(missing)} routing weights, such as {missing[0]}: "
-                "save the model again with save_pretrained, or load the dense model and route it anew"
-            )
+        for problem in ("missing", "unexpected", "mismatched"):
+            keys = sorted(key for key in map(str, info[f"{problem}_keys"]) if f".{ROUTER_NAME}." in key)
+            if keys:
+                raise ValueError(
+                    f"{len(keys)} routing weights in {str(name)!r} are {problem}, such as {keys[0]}: its config.json "
+                    "and its weights do not belong together; save the model again with save_pretrained"
+                )
         return (model, info) if output_loading_info else model
 
     def routed_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
