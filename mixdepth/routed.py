@@ -69,13 +69,15 @@ class Routed(nn.Module):
             raise ValueError("a mask leaves slots unused: name the block's keyword for them with slot_mask=...")
         if mask is not None and mask.dtype != torch.bool:
             raise ValueError(f"mask must be boolean, True at real tokens, not {mask.dtype}")
-        route: Route = self.router(x, mask)
-        self.route, self.looked_ahead = route, self.router.looks_ahead
-        if not self.looked_ahead:  # run on as many slots as the fullest row needs
-            num_slots = int(route.count.max())
-            if num_slots == 0:
-                return x
-            route = route._replace(index=route.index[:, :num_slots], weight=route.weight[:, :num_slots])
+        self.looked_ahead = self.router.looks_ahead
+        if self.looked_ahead:
+            route: Route = self.router(x, mask)
+        else:  # run on as many slots as the fullest row needs
+            decision = self.router.decide(x, mask, lookahead=False)
+            route = self.router.route(x, decision, int(decision.chosen.sum(1).max()))
+        self.route = route
+        if route.index.shape[1] == 0:
+            return x
         for name, axes in self.tokenwise.items():
             if kwargs.get(name) is not None:
                 for axis in (axes,) if isinstance(axes, int) else axes:

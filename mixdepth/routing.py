@@ -89,17 +89,9 @@ class Route(NamedTuple):
         moved = torch.lerp(before, y, self.weight[..., None].to(x.dtype))
         return x.scatter(1, self.index[..., None].expand_as(moved), moved)
 
-    def narrow(self, counts: list[int]) -> tuple[list[int], "Route"]:
-        """The rows with a chosen token, and their route, without the slots that none of them needs.
-
-        `counts` is `count` on the host: reading it synchronises, so this is for evaluation; training
-        keeps its shapes.
-        """
-        rows = [row for row, count in enumerate(counts) if count]
-        route = self._replace(index=self.index[:, : max(counts)], weight=self.weight[:, : max(counts)])
-        if len(rows) < len(counts):
-            route = Route(*(None if field is None else field[rows] for field in route))  # type: ignore[arg-type]
-        return rows, route
+    def select(self, rows: list[int]) -> "Route":
+        """The route of these rows alone."""
+        return Route(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
 def top_k(scores: Tensor, k: Tensor) -> Tensor:

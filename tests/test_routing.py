@@ -64,14 +64,14 @@ def test_gathering_takes_each_slots_token_along_any_axis_and_from_a_shared_row(d
         assert torch.equal(route.gather(shared)[row], shared[0, index])
 
 
-@given(routes())
-def test_narrowing_keeps_the_rows_and_slots_with_work(drawn):
+@given(routes(), st.data())
+def test_selecting_rows_keeps_them_as_they_were(drawn, data):
     route, chosen, _ = drawn
-    rows, narrow = route.narrow(route.count.tolist())
-    assert rows == chosen.any(1).nonzero()[:, 0].tolist()
-    assert narrow.count.tolist() == chosen.sum(1)[rows].tolist()
-    assert narrow.index.shape == (len(rows), int(chosen.sum(1).max()))
-    assert torch.equal(narrow.mask, chosen[rows])
+    rows = data.draw(st.lists(st.integers(0, len(chosen) - 1), min_size=1, unique=True))
+    selected = route.select(rows)
+    assert torch.equal(selected.mask, chosen[rows])
+    assert torch.equal(selected.index, route.index[rows])
+    assert selected.predictor_logits is None
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 12), st.integers(1, 4))

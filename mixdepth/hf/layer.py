@@ -71,8 +71,9 @@ class RoutedLayer(nn.Module):
             depth.routes[self.depth_index] = route
         num_tokens = x.shape[1]
         if any(counts):
-            rows, route = route.narrow(counts)
+            rows = [row for row, count in enumerate(counts) if count]
             counts = [counts[row] for row in rows]
+            route = route if len(rows) == x.shape[0] else route.select(rows)
             write = None if layer is None else layer.write(rows, counts, route.index + layer.seen)
             if len(rows) == x.shape[0]:
                 x = self._process(x, route, kwargs, write)
