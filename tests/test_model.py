@@ -173,17 +173,19 @@ def test_routers_stay_in_float32_in_a_bfloat16_model(tmp_path):
 
 
 def test_bfloat16_flips_few_decisions_between_one_pass_and_steps():
-    """Rounding may put a score on either side of its threshold: counted here, documented for users."""
-    model = routed(dtype=torch.bfloat16)
-    ids = token_ids(4, 40)
-    whole = torch.stack([route.mask for route in model(ids, output_routes=True).routes])
-    cache, steps = None, []
-    for column in range(40):
-        out = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True, output_routes=True)
-        cache = out.past_key_values
-        steps.append(torch.stack([route.mask for route in out.routes]))
-    flips = (torch.cat(steps, 2) != whole).double().mean()
-    assert flips < 0.05
+    """Rounding may put a score on either side of its threshold: 3 of 2,400 here, as docs/limits.md says."""
+    flips = []
+    for seed in range(5):
+        model = routed(dtype=torch.bfloat16, seed=seed)
+        ids = token_ids(4, 40, seed=seed)
+        whole = torch.stack([route.mask for route in model(ids, output_routes=True).routes])
+        cache, steps = None, []
+        for column in range(40):
+            out = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True, output_routes=True)
+            cache = out.past_key_values
+            steps.append(torch.stack([route.mask for route in out.routes]))
+        flips.append(torch.cat(steps, 2) != whole)
+    assert torch.stack(flips).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
