@@ -20,7 +20,7 @@ from machine import header, row
 from tqdm import tqdm
 
 import mixdepth
-from mixdepth.demo import batches, byte_llama, evaluate, stdlib_bytes
+from mixdepth.demo import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 STEPS, BATCH_SIZE, LENGTH, WIDTH, NUM_LAYERS = 800, 8, 256, 64, 4
@@ -54,10 +54,10 @@ def train(settings: dict[str, object], seed: int) -> dict[str, object]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    causal, capacities = evaluate(model, validation, LENGTH, num_windows=400)
-    with mixdepth.lookahead(model):
-        ahead, _ = evaluate(model, validation, LENGTH, num_windows=400)
-    return {"settings": settings, "seed": seed, "causal": causal, "lookahead": ahead, "capacity": capacities}
+    result = mixdepth.evaluate(model, windows_of(validation, LENGTH, 400))
+    capacities = [layer.capacity for layer in result.layers.values()]
+    losses = {"causal": result.loss, "lookahead": result.lookahead_loss}
+    return {"settings": settings, "seed": seed, **losses, "capacity": capacities}
 
 
 def table() -> None:

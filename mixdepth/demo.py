@@ -83,26 +83,21 @@ def run(steps: int = 800, capacity: float = 0.125, every: int = 2, seed: int = 0
             optimizer.step()
             optimizer.zero_grad()
             bar.set_postfix_str(f"loss {out.lm_loss.item():.3f}", refresh=False)
-    causal, realised = evaluate(model, validation, length)
-    with mixdepth.lookahead(model):
-        ahead, _ = evaluate(model, validation, length)
-    print(f"held-out loss {causal:.3f} nats per byte with causal routing ({ahead:.3f} with look-ahead)")
-    print(f"realised capacity {' '.join(f'{c:.1%}' for c in realised)} in layers {routed}, configured {capacity:.1%}")
+    result = mixdepth.evaluate(model, windows_of(validation, length))
+    ahead = result.lookahead_loss
+    print(f"held-out loss {result.loss:.3f} nats per byte with causal routing ({ahead:.3f} with look-ahead)")
+    realised = " ".join(f"{layer.capacity:.1%}" for layer in result.layers.values())
+    foreseen = " ".join(f"{layer.f1:.2f}" for layer in result.layers.values())
+    print(f"realised capacity {realised} in layers {routed}, configured {capacity:.1%}; F1 against top-k {foreseen}")
+    model.eval()
     prompt = torch.tensor([list(b"def get_")])
     sample = model.generate(prompt, max_new_tokens=200, do_sample=True, temperature=0.8, pad_token_id=0)
     print("a sample:\n" + bytes(sample[0].tolist()).decode(errors="replace"))
     return model
 
 
-@torch.no_grad()
-def evaluate(model: RoutedCausalLM, text: Tensor, length: int, num_windows: int = 96) -> tuple[float, list[float]]:
-    """Loss on evenly spaced windows of the text, and the realised capacity of each routed layer."""
-    model.eval()
+def windows_of(text: Tensor, length: int, num_windows: int = 96) -> list[Tensor]:
+    """Evenly spaced windows of the text, in batches (16, length)."""
     starts = torch.linspace(0, len(text) - length, num_windows).long().tolist()
     windows = torch.stack([text[start : start + length] for start in starts]).long()
-    losses, capacities = [], []
-    for ids in torch.split(windows, 16):
-        out: Any = model(ids, labels=ids, output_routes=True)
-        losses.append(out.lm_loss)
-        capacities.append(torch.stack([route.capacity for route in out.routes]))
-    return torch.stack(losses).mean().item(), torch.stack(capacities).mean(0).tolist()
+    return [*windows.split(16)]  # type: ignore[no-untyped-call]

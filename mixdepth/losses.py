@@ -19,8 +19,10 @@ class RoutingLoss(NamedTuple):
     value: Tensor  # ()
 
 
-def routing_losses(routes: Sequence[Route], config: DepthConfig) -> list[RoutingLoss]:
-    """What the causal rule learns from routes that were chosen by top-k: nothing where there is none."""
+def routing_losses(routes: Sequence[Route], capacities: Sequence[float], config: DepthConfig) -> list[RoutingLoss]:
+    """What routers learn from the routes of training, beside the gate."""
+    if config.scheme == "token_choice":
+        return [RoutingLoss("capacity_loss", config.router_aux_loss_coef, capacity_loss(routes, capacities))]
     match config.causal:
         case "predictor":
             logits = [route.predictor_logits for route in routes]
@@ -32,11 +34,28 @@ def routing_losses(routes: Sequence[Route], config: DepthConfig) -> list[Routing
 
 
 def choice_loss(routes: Sequence[Route], logits: Sequence[Tensor | None]) -> Tensor:
-    """Cross-entropy of logits (B, T) for having been chosen: per real token, then mean over layers."""
+    """Cross-entropy of logits (B, T) for having been chosen: per candidate, then mean over layers."""
     losses = []
     for route, guess in zip(routes, logits, strict=True):
         assert guess is not None
         target = route.mask.to(guess.dtype)
-        loss = F.binary_cross_entropy_with_logits(guess, target, weight=route.real, reduction="sum")
-        losses.append(loss / route.real.sum().clamp(min=1))
+        loss = F.binary_cross_entropy_with_logits(guess, target, weight=route.candidates, reduction="sum")
+        losses.append(loss / route.candidates.sum().clamp(min=1))
+    return torch.stack(losses).mean()
+
+
+def capacity_loss(routes: Sequence[Route], capacities: Sequence[float]) -> Tensor:
+    """Holds token choice at its capacity c: f p / c + (1 - f) (1 - p) / (1 - c), mean over layers.
+
+    f is the share of tokens that chose the block, p their mean probability of it. This is the balance
+    loss of the Switch Transformer for two experts, the block and the way around it, that are to get
+    unequal shares: f carries no gradient, and the one through p vanishes exactly where f is c.
+    """
+    losses = []
+    for route, capacity in zip(routes, capacities, strict=True):
+        num_real = route.real.sum().clamp(min=1)
+        share = (route.count + route.dropped).sum() / num_real
+        probability = (route.logits.sigmoid() * route.real).sum() / num_real
+        loss = share * probability * (1 - capacity) + (1 - share) * (1 - probability) * capacity
+        losses.append(loss / (capacity * (1 - capacity) or 1))  # at capacity 1 all are chosen, and it is 0
     return torch.stack(losses).mean()

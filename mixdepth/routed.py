@@ -55,6 +55,13 @@ class Routed(nn.Module):
         self.config = config or DepthConfig()
         if not isinstance(self.config.capacity, float):
             raise ValueError(f"one block takes one capacity, not {list(self.config.capacity)}")
+        for name, default in (("target", "block"), ("gate_on", "block"), ("experts", None)):
+            if getattr(self.config, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self.config, name)!r} is for language models: Routed takes one block"
+                )
+        if self.config.scheme == "early_exit":
+            raise ValueError("scheme='early_exit' skips all later layers of a language model: Routed takes one block")
         self.block = block
         self.router = Router(width, self.config, self.config.capacity)
         self.tokenwise = dict(tokenwise or {})
@@ -73,6 +80,7 @@ class Routed(nn.Module):
         if self.looked_ahead:
             route: Route = self.router(x, mask)
         else:  # run on as many slots as the fullest row needs
+            self.router.check_ready()
             decision = self.router.decide(x, mask, lookahead=False)
             route = self.router.route(x, decision, int(decision.chosen.sum(1).max()))
         self.route = route
@@ -92,7 +100,7 @@ def routing_loss(model: nn.Module) -> Tensor:
     """The weighted routing losses of the last forward pass, over all `Routed` blocks of the model.
 
     Add it to the loss in a training loop: `(task_loss + mixdepth.routing_loss(model)).backward()`.
-    It is 0 where top-k needs no causal rule (`causal=None`).
+    It is 0 where there is nothing to learn beside the gate (`causal=None`, `causal="threshold"`).
     """
     blocks = [module for module in model.modules() if isinstance(module, Routed)]
     if not blocks:
@@ -102,6 +110,7 @@ def routing_loss(model: nn.Module) -> Tensor:
         if block.route is None:
             raise ValueError("routing_loss needs a forward pass first")
         if not block.looked_ahead:
-            raise ValueError("routing_loss compares with the top-k choice: call train() before the forward pass")
-        losses += [loss.coef * loss.value for loss in routing_losses([block.route], block.config)]
+            raise ValueError("routing_loss compares with the choice of training: call train() before the forward pass")
+        found = routing_losses([block.route], [block.router.capacity], block.config)
+        losses += [loss.coef * loss.value for loss in found]
     return torch.stack(losses).mean() if losses else torch.zeros((), device=blocks[0].router.projection.weight.device)

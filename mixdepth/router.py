@@ -5,43 +5,103 @@ Shapes: B batch, T tokens, D width, H hidden units of the predictor.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixdepth.config import DepthConfig, Gate
-from mixdepth.routing import Route, slots, top_k
+from mixdepth.config import LOOKS_AHEAD, DepthConfig, Gate
+from mixdepth.routing import Route, edge, first_k, gaussian, slots, top_k
 
 
-class Router(nn.Module):
-    """A linear score for each token, r = w . x, and what follows from it.
+class Chooser(nn.Module):
+    """What all that choose tokens have in common: look-ahead, and a threshold for when there is none."""
 
-    With look-ahead it chooses the row's top k tokens; without, each token by itself: by the
-    predictor or by the sign of its own score, as `config.causal` says.
-    """
-
-    capacity: float
+    capacity: float | None
+    """The fraction of the tokens to choose; None is no limit."""
+    threshold: Tensor
+    """What a score must exceed by the causal rule, one for each expert among experts."""
+    observed: Tensor | None = None
+    """The threshold that would have chosen as the last training pass did."""
     forced_lookahead: int = 0
     """How many `mixdepth.lookahead` contexts are open."""
 
-    def __init__(self, width: int, config: DepthConfig, capacity: float) -> None:
+    def __init__(self, shape: tuple[int, ...], config: DepthConfig, estimates: bool) -> None:
         super().__init__()
+        self.momentum = config.threshold_momentum
+        self.estimates = estimates
+        """Whether the threshold is a running estimate; otherwise it stays where it is, at even odds."""
+        self.register_buffer("threshold", torch.empty(shape, dtype=router_dtype()))
+
+    def reset_threshold(self) -> None:
+        nn.init.constant_(self.threshold, torch.nan if self.estimates else 0.0)
+
+    def observe(self, scores: Tensor, chosen: Tensor, candidates: Tensor) -> None:
+        """Remember where the choice among scores (B, ..., T) fell, as a mean over rows.
+
+        It overwrites what was remembered, so that a recomputation counts once.
+        """
+        at = edge(scores.detach(), chosen, candidates)  # (B, ...)
+        rows = chosen.any(-1)
+        self.observed = at.where(rows, 0).sum(0) / rows.sum(0)
+
+    @torch.no_grad()
+    def update(self, observed: Tensor) -> None:
+        """Move the threshold towards what was observed."""
+        start = self.threshold.isnan()
+        moved = torch.lerp(observed.to(self.threshold.dtype), self.threshold, self.momentum)
+        moved = torch.where(start, observed, moved)
+        self.threshold.copy_(torch.where(observed.isfinite(), moved, self.threshold))
+        self.observed = None
+
+    def check_ready(self) -> None:
+        """Refuse to choose by a threshold that was never estimated."""
+        if self.estimates and self.threshold.isnan().any():
+            raise ValueError(
+                "the thresholds were never estimated: call mixdepth.update_routers(model) after each optimizer step, "
+                "or mixdepth.calibrate(model, batches)"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "forced_lookahead": 0}  # a copy is in none of the contexts
+
+
+class Router(Chooser):
+    """A linear score for each token, r = w . x, and what follows from it.
+
+    With look-ahead it chooses as in training, over the whole row: its top k tokens. Without, each
+    token by itself, as the scheme or `config.causal` says.
+    """
+
+    capacity: float
+    step: Tensor | None
+    """How many optimizer steps there were (`random`: it keys the noise of training)."""
+
+    def __init__(self, width: int, config: DepthConfig, capacity: float, layer: int = 0) -> None:
+        super().__init__((), config, estimates=config.causal == "threshold")
         self.capacity = capacity
+        self.scheme = config.scheme
         self.gate = config.gate
         self.causal = config.causal
         self.init_std = config.init_std
+        self.noise_keys = (config.seed, layer)
         self.projection = nn.Linear(width, 1, bias=False, dtype=router_dtype())
         # What no loss can reach must not wait for a gradient: distributed training would, for ever.
-        self.projection.weight.requires_grad_(config.gate != "one" or config.causal == "aux_loss")
+        has_loss = config.causal == "aux_loss" or config.scheme == "token_choice"
+        self.projection.weight.requires_grad_(config.gate != "one" or has_loss)
         self.predictor = Predictor(width, config.predictor_width) if config.causal == "predictor" else None
+        self.register_buffer("step", torch.zeros((), dtype=torch.long) if config.scheme == "random" else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.projection.weight, std=self.init_std)
+        self.reset_threshold()
         if self.predictor is not None:
             self.predictor.reset_parameters()
+        if self.step is not None:
+            nn.init.zeros_(self.step)
 
     def forward(self, x: Tensor, real: Tensor | None = None, lookahead: bool | None = None) -> Route:
         """Route the stream x (B, T, D); `real` (B, T) is False at padding tokens.
@@ -53,37 +113,67 @@ class Router(nn.Module):
         num_slots = slots(self.capacity, x.shape[1]) if lookahead else x.shape[1]
         return self.route(x, self.decide(x, real, lookahead), num_slots)
 
-    def decide(self, x: Tensor, real: Tensor | None, lookahead: bool) -> "Decision":
-        """Which tokens are chosen."""
+    def decide(
+        self,
+        x: Tensor,
+        real: Tensor | None,
+        lookahead: bool,
+        candidates: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> "Decision":
+        """Which tokens are chosen, of the `candidates` (B, T) or else of all real ones.
+
+        `positions` (B or 1, T) are the tokens' own, by default their places among the row's real tokens.
+        """
         if real is None:
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        candidates = real if candidates is None else candidates
         predictor_logits = None if self.predictor is None else self.predictor(x)  # (B, T)
+        scores: Tensor | None = None  # (B, T)
+        if self.scheme == "random":
+            scores = self.noise(real, positions, with_step=lookahead and self.training)
         # A causal predictor decides without the score, which then is worth computing for chosen tokens only.
-        logits = self.score(x) if lookahead or predictor_logits is None else None  # (B, T)
-        if lookahead:
-            assert logits is not None
-            chosen = top_k(logits.masked_fill(~real, -torch.inf), slots(self.capacity, real.sum(1)))
-        else:
-            guess = logits if predictor_logits is None else predictor_logits
+        elif lookahead or predictor_logits is None:
+            scores = self.score(x)
+        dropped = None
+        if not lookahead:
+            guess = scores if predictor_logits is None else predictor_logits
             assert guess is not None
-            chosen = real & (guess > self.threshold)
-        return Decision(chosen, real, logits, predictor_logits)
+            chosen = candidates & (guess > self.cutoff)
+        else:
+            assert scores is not None
+            k = slots(self.capacity, real.sum(1))  # (B,)
+            if self.scheme == "token_choice":
+                wanted = candidates & (scores > self.cutoff)
+                chosen = first_k(wanted, k)
+                dropped = wanted.sum(1) - chosen.sum(1)
+            else:
+                chosen = top_k(scores.masked_fill(~candidates, -torch.inf), k)
+            if self.estimates and self.training:
+                self.observe(scores, chosen, candidates)
+        return Decision(chosen, real, candidates, dropped, scores, predictor_logits)
 
     def route(self, x: Tensor, decision: "Decision", num_slots: int) -> Route:
         """The route of a decision about the stream x."""
-        chosen, real, logits, predictor_logits = decision
-        logits = self.score(x) if logits is None else logits
-        return Route.choose(chosen, weigh(logits, self.gate), logits, predictor_logits, real, num_slots)
+        chosen, real, candidates, dropped, scores, predictor_logits = decision
+        learned = self.score(x) if scores is None or self.scheme == "random" else scores
+        scores = learned if scores is None else scores
+        weight = weigh(learned, self.gate)
+        return Route.choose(chosen, weight, scores, predictor_logits, real, num_slots, candidates, dropped)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether top-k chooses: in training, in `mixdepth.lookahead`, and where there is no causal rule."""
-        return self.training or self.forced_lookahead > 0 or self.causal is None
+        """Whether it chooses as in training: there, in `mixdepth.lookahead`, and where there is no causal rule."""
+        return self.training or self.forced_lookahead > 0 or (self.causal is None and self.scheme in LOOKS_AHEAD)
 
     @property
-    def threshold(self) -> float:
-        """The logit that a token must exceed by the causal rule: even odds; none at full capacity."""
-        return 0.0 if self.capacity < 1 else -torch.inf
+    def cutoff(self) -> Tensor | float:
+        """What a score must exceed by the causal rule."""
+        if self.capacity == 1:
+            return -torch.inf
+        if self.scheme == "random":
+            return NormalDist().inv_cdf(1 - self.capacity)
+        return self.threshold
 
     def score(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
@@ -91,11 +181,15 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return _linear(x.to(dtype), self.projection)[..., 0]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "forced_lookahead": 0}  # a copy is in none of the contexts
+    def noise(self, real: Tensor, positions: Tensor | None, with_step: bool) -> Tensor:
+        """The scores (B, T) of `random`, new in each training step and the same in all evaluation."""
+        assert self.step is not None
+        if positions is None:
+            positions = (real.cumsum(1) - 1).clamp(min=0)
+        return gaussian(positions, *self.noise_keys, self.step + 1 if with_step else 0).expand(real.shape)
 
     def extra_repr(self) -> str:
-        return f"capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
+        return f"{self.scheme}, capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
 
 
 class Decision(NamedTuple):
@@ -103,7 +197,9 @@ class Decision(NamedTuple):
 
     chosen: Tensor  # (B, T) bool
     real: Tensor  # (B, T) bool: False for padding tokens
-    logits: Tensor | None  # (B, T): the scores, if they had a say
+    candidates: Tensor  # (B, T) bool: the tokens there were to choose from
+    dropped: Tensor | None  # (B,) long: how many chose the block and found it full
+    scores: Tensor | None  # (B, T): the scores, if they had a say
     predictor_logits: Tensor | None  # (B, T)
 
 
@@ -162,13 +258,11 @@ def weigh(logits: Tensor, gate: Gate) -> Tensor:
 
 @contextmanager
 def lookahead(model: nn.Module) -> Iterator[None]:
-    """Within this context the model's routers choose by top-k in evaluation, seeing later tokens.
+    """Within this context the model's routers choose in evaluation as in training, seeing later tokens.
 
     Losses measured so are not those of sampling; `generate()` stays causal.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    if not routers:
-        raise ValueError(f"{type(model).__name__} has no routers: it is not routed")
+    routers = choosers(model)
     for router in routers:
         router.forced_lookahead += 1
     try:
@@ -176,3 +270,37 @@ def lookahead(model: nn.Module) -> Iterator[None]:
     finally:
         for router in routers:
             router.forced_lookahead -= 1
+
+
+@torch.no_grad()
+def update_routers(model: nn.Module) -> None:
+    """Call it once after each optimizer step: `optimizer.step(); mixdepth.update_routers(model)`.
+
+    It moves the running thresholds (`causal="threshold"`, `experts="expert_choice"`) towards what the
+    last training pass saw, alike on all ranks of a distributed run, and draws new noise for `random`.
+    Other models it leaves as they are.
+    """
+    routers = choosers(model)
+    for router in routers:
+        if isinstance(router, Router) and router.step is not None:
+            router.step += 1
+    running = [router for router in routers if router.estimates]
+    if not running:
+        return
+    if any(router.observed is None for router in running):
+        raise ValueError("update_routers needs a training pass since the last call: call it after each optimizer step")
+    observed = torch.cat([router.observed.reshape(-1).double() for router in running])  # type: ignore[union-attr]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(observed)
+        observed /= torch.distributed.get_world_size()
+    for router in running:
+        value, observed = observed[: router.threshold.numel()], observed[router.threshold.numel() :]
+        router.update(value.view(router.threshold.shape).to(router.threshold.dtype))
+
+
+def choosers(model: nn.Module) -> list[Chooser]:
+    """All modules of the model that choose tokens."""
+    found = [module for module in model.modules() if isinstance(module, Chooser)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no routers: it is not routed")
+    return found

@@ -34,9 +34,11 @@ class Route(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # (B, K) long: where each slot's token lives in the stream
     weight: Tensor  # (B, K): 0 keeps the token as it was, 1 replaces it by its processed self
     count: Tensor  # type: ignore[assignment]  # (B,) long: how many slots are chosen tokens
-    logits: Tensor  # (B, T) at least float32: the router's scores
+    logits: Tensor  # (B, T) at least float32: the scores that were compared
     predictor_logits: Tensor | None  # (B, T): the predictor's guess, where there is one
     real: Tensor  # (B, T) bool: False for padding tokens
+    candidates: Tensor  # (B, T) bool: the real tokens that earlier exits left, all of them elsewhere
+    dropped: Tensor  # (B,) long: tokens that chose the block and found it full
 
     @classmethod
     def choose(
@@ -47,10 +49,15 @@ class Route(NamedTuple):
         predictor_logits: Tensor | None,
         real: Tensor,
         num_slots: int,
+        candidates: Tensor | None = None,
+        dropped: Tensor | None = None,
     ) -> "Route":
         """The route of the tokens in the mask `chosen` (B, T), each moved by its `weight` (B, T)."""
         index = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :num_slots]  # (B, K)
-        route = cls(index, weight.gather(1, index), chosen.sum(1), logits, predictor_logits, real)
+        count = chosen.sum(1)
+        candidates = real if candidates is None else candidates
+        dropped = torch.zeros_like(count) if dropped is None else dropped
+        route = cls(index, weight.gather(1, index), count, logits, predictor_logits, real, candidates, dropped)
         # where, not a product: an infinite score of a padding token would give 0 * inf = NaN
         return route._replace(weight=route.weight.where(route.used, 0))
 
@@ -99,3 +106,36 @@ def top_k(scores: Tensor, k: Tensor) -> Tensor:
     order = scores.argsort(dim=1, descending=True, stable=True)  # (B, T): tokens from best to worst
     winners = torch.arange(scores.shape[1], device=scores.device) < k[:, None]  # (B, T)
     return torch.zeros_like(winners).scatter(1, order, winners)
+
+
+def first_k(wanted: Tensor, k: Tensor) -> Tensor:
+    """Mask (B, T) of the first k (B,) tokens of each row that are in the mask `wanted` (B, T)."""
+    return wanted & (wanted.cumsum(1) <= k[:, None])
+
+
+def edge(scores: Tensor, chosen: Tensor, candidates: Tensor) -> Tensor:
+    """Halfway between the lowest score (..., T) that was chosen and the highest that was not."""
+    inside = scores.masked_fill(~chosen, torch.inf).amin(-1)
+    outside = scores.masked_fill(chosen | ~candidates, -torch.inf).amax(-1)
+    return torch.where(outside.isfinite(), (inside + outside) / 2, inside)
+
+
+def gaussian(positions: Tensor, *keys: int | Tensor) -> Tensor:
+    """Standard normal noise (float32) at integer positions: the same for the same positions and keys.
+
+    No generator and no state, so that it comes out alike on every device, after a resume and in a
+    recomputation: each key and the position are mixed into a hash, whose bits make a quantile.
+    """
+    state = torch.zeros_like(positions)
+    for key in (*keys, positions):
+        state = _mix(state * 31 + key + 1)
+    quantile = ((state & (2**23 - 1)).float() + 0.5) / 2**23  # (0, 1), exact in float32
+    return torch.erfinv(2 * quantile - 1) * 2**0.5
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble the low 32 bits of an integer: the finaliser of MurmurHash3."""
+    x = x & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -11,7 +11,7 @@ from mixdepth import DepthConfig
 from mixdepth.routing import slots
 
 
-@pytest.mark.parametrize("capacity", [0, -0.1, 1.5, math.nan, math.inf, "half", None, True, (0.5, 2.0), ("half",)])
+@pytest.mark.parametrize("capacity", [0, -0.1, 1.5, math.nan, math.inf, "half", True, (0.5, 2.0), ("half",)])
 def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
     with pytest.raises(ValueError, match=r"capacity must be a fraction in \(0, 1\], not"):
         DepthConfig(capacity=capacity)
@@ -29,9 +29,27 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
         ({"layers": (-1,)}, "layers must be a whole number of at least 0, not -1"),
         ({"layers": (1,), "first": 0}, r"first=0 has no meaning beside layers=\[1\]"),
         ({"gate": "softmax"}, "gate must be one of 'raw', .*, not 'softmax'"),
-        ({"causal": "topk"}, "causal must be one of 'predictor', 'aux_loss', None, not 'topk'"),
+        ({"causal": "topk"}, "causal must be one of 'predictor', 'aux_loss', 'threshold', None, not 'topk'"),
         ({"init_std": -1}, "init_std must be a number of at least 0, not -1"),
         ({"predictor_loss_coef": math.nan}, "predictor_loss_coef must be a number of at least 0, not nan"),
+        ({"scheme": "topk"}, "scheme must be one of 'expert_choice', 'token_choice', .*, not 'topk'"),
+        ({"target": "mlps"}, "target must be one of 'block', 'attention', 'mlp', not 'mlps'"),
+        ({"gate_on": "attention"}, "gate_on must be one of 'block', 'mlp', not 'attention'"),
+        ({"experts": "mixtral"}, "experts must be one of 'token_choice', 'expert_choice', None, not 'mixtral'"),
+        ({"threshold_momentum": 1.0}, "threshold_momentum must be below 1, not 1.0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
+        ({"num_noop_experts": 0.5, "experts": "token_choice"}, "num_noop_experts must be a whole number"),
+        ({"expert_capacity": 2, "experts": "token_choice"}, "expert_capacity must be a fraction in .*, not 2"),
+        *(
+            ({"scheme": scheme, "causal": "predictor"}, f"causal='predictor' has no meaning with scheme='{scheme}'")
+            for scheme in ("token_choice", "random", "soft")
+        ),
+        ({"scheme": "soft", "capacity": 0.5}, "scheme='soft' processes every token: leave out capacity=0.5"),
+        ({"scheme": "early_exit", "target": "mlp"}, "scheme='early_exit' skips whole layers: leave out target='mlp'"),
+        ({"scheme": "early_exit", "gate_on": "mlp"}, "leave out .* gate_on='mlp'"),
+        ({"target": "attention", "gate_on": "mlp"}, "gate_on='mlp' has no meaning with target='attention'"),
+        ({"expert_capacity": 0.5}, "expert_capacity=0.5 needs experts='token_choice'"),
+        ({"num_noop_experts": 2}, "num_noop_experts=2 needs experts='token_choice'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_and_value(settings, message):
@@ -45,6 +63,8 @@ def test_a_wrong_setting_is_refused_by_name_and_value(settings, message):
         ({"every": 9}, "every must be at most the model's 8 layers, not 9"),
         ({"first": 8}, "first must be below the model's 8 layers, not 8"),
         ({"layers": (3, 8)}, "layers must be below the model's 8 layers, not 8"),
+        ({"scheme": "early_exit", "every": 4}, r"capacity must fall .*: 2 exits \[3, 7\] cannot have \[0.125, 0.125\]"),
+        ({"scheme": "early_exit", "layers": (1, 2), "capacity": (0.5, 0.7)}, "capacity must fall from one exit"),
         ({"capacity": (0.5, 0.5)}, r"capacity lists 2 values for 4 routed layers \[1, 3, 5, 7\]"),
     ],
 )
@@ -66,8 +86,8 @@ def test_settings_survive_json():
 
 
 def test_settings_of_a_newer_version_or_unknown_are_refused():
-    with pytest.raises(ValueError, match="format version 2, this mixdepth reads up to 1: install a newer"):
-        DepthConfig.from_dict({"version": 2})
+    with pytest.raises(ValueError, match="format version 3, this mixdepth reads up to 2: install a newer"):
+        DepthConfig.from_dict({"version": 3})
     with pytest.raises(ValueError, match="unknown routing setting 'depths'=3"):
         DepthConfig.from_dict({"version": 1, "depths": 3})
     for version in (None, 0, True, "1"):
@@ -89,3 +109,10 @@ def test_slots_are_the_exact_ceiling_for_numbers_and_tensors_alike(length, denom
     assert slots(capacity, length) == expected
     assert slots(capacity, torch.tensor([length, 0])).tolist() == [expected, 0]
     assert 1 <= expected <= length
+
+
+def test_schemes_have_defaults_of_their_own():
+    assert (DepthConfig().capacity, DepthConfig().gate) == (0.125, "raw")
+    assert (DepthConfig(scheme="soft").capacity, DepthConfig(scheme="soft").gate) == (1.0, "sigmoid")
+    assert DepthConfig(scheme="early_exit", every=4, capacity=(0.5, 0.25)).routed_layers(8) == {3: 0.5, 7: 0.25}
+    assert DepthConfig(experts="token_choice", layers=()).routed_layers(8) == {}

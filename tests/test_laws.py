@@ -4,6 +4,7 @@ The full cross product carries the marker `slow`. Comparisons are exact where th
 same; where sums are reordered they are made in float64, to 1e-10.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -13,7 +14,9 @@ from tiny import NUM_LAYERS, decisions, dense, routed, token_ids
 from transformers import AutoModelForCausalLM
 
 import mixdepth
+from mixdepth.hf.architectures import EXPERTS, HALVES
 from mixdepth.hf.layer import RoutedLayer
+from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.routing import Route, slots
 
 VARIANTS = {
@@ -27,7 +30,41 @@ VARIANTS = {
     "linear-predictor": {"predictor_width": 0.0},
     "capacities": {"capacity": (0.07, 0.5, 1.0)},
     "all-layers": {"layers": None, "every": 1, "capacity": 0.25},
+    "threshold": {"causal": "threshold"},
+    "token_choice": {"scheme": "token_choice"},
+    "early_exit": {"scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)},
+    "early_exit-aux_loss": {
+        **{"scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)},
+        **{"causal": "aux_loss", "gate": "unit"},
+    },
+    "early_exit-threshold": {
+        **{"scheme": "early_exit", "layers": (1, 2, 3), "capacity": (0.7, 0.5, 0.3)},
+        "causal": "threshold",
+    },
+    "random": {"scheme": "random"},
+    "soft": {"scheme": "soft", "capacity": 1.0},
+    "attention": {"target": "attention"},
+    "mlp": {"target": "mlp"},
+    "mlp-token_choice": {"target": "mlp", "scheme": "token_choice"},
+    "gate_on_mlp": {"gate_on": "mlp"},
 }
+
+EXPERT_VARIANTS = {
+    "staged": {"experts": "token_choice"},
+    "staged-limited": {"experts": "token_choice", "expert_capacity": 0.3},
+    "staged-expert_choice": {"experts": "expert_choice"},
+    "staged-early_exit": {
+        **{"experts": "token_choice", "scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)}
+    },
+    "staged-mlp": {"experts": "expert_choice", "target": "mlp"},
+    "experts": {"experts": "token_choice", "layers": ()},
+    "experts-limited": {"experts": "token_choice", "layers": (), "expert_capacity": 0.3},
+    "expert_choice": {"experts": "expert_choice", "layers": ()},
+    "integrated": {"experts": "token_choice", "layers": (), "num_noop_experts": 2},
+    "integrated-expert_choice": {"experts": "expert_choice", "layers": (), "num_noop_experts": 2},
+    "staged-integrated": {"experts": "token_choice", "num_noop_experts": 1},
+}
+ALL_VARIANTS = {**VARIANTS, **EXPERT_VARIANTS}
 
 EAGER = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
 """No SDPA: their softmax runs in float32 whatever the model's dtype, and its -inf overflows from float64."""
@@ -49,11 +86,15 @@ def precision(architecture):
 def cases():
     for name in VARIANTS:
         yield pytest.param("llama", name, id=f"llama-{name}")
+    for architecture in EXPERTS:
+        for name in EXPERT_VARIANTS:
+            yield pytest.param(architecture, name, id=f"{architecture}-{name}")
     for architecture in mixdepth.supported_architectures():
         if architecture != "llama":
             yield pytest.param(architecture, "default", id=architecture)
-            for name in VARIANTS:
-                if name != "default":
+            for name, settings in VARIANTS.items():
+                by_halves = "target" in settings or "gate_on" in settings
+                if name != "default" and (architecture in HALVES or not by_halves):
                     yield pytest.param(architecture, name, id=f"{architecture}-{name}", marks=pytest.mark.slow)
 
 
@@ -64,7 +105,10 @@ every_case = pytest.mark.parametrize(("architecture", "variant"), list(cases()))
 def shared(architecture, variant):
     """One model for all laws that do not change it, with its tolerance."""
     dtype, tolerance = precision(architecture)
-    return routed(architecture, dtype, **VARIANTS[variant]), tolerance
+    settings = ALL_VARIANTS[variant]
+    if "experts" in settings:  # transformers' gates weigh experts in float32
+        tolerance = max(tolerance, 1e-5)
+    return routed(architecture, dtype, **settings), tolerance
 
 
 def left_padded(num_padding=6):
@@ -80,12 +124,25 @@ def assert_close(actual, expected, tolerance):
     assert (actual - expected).abs().max() <= tolerance
 
 
+def dense_and_routed(architecture, variant, dtype):
+    """A dense model, and the same routed at capacity 1 with weight 1. Where no dense model has such experts, it is
+    the model in which the experts alone are routed."""
+    settings = {**ALL_VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
+    model = dense(architecture, dtype)
+    if settings.get("experts") == "expert_choice" or {"num_noop_experts", "expert_capacity"} & settings.keys():
+        kept = ("experts", "expert_capacity", "num_noop_experts")
+        reference = routed(model, dtype, layers=(), **{name: settings[name] for name in kept if name in settings})
+    else:
+        reference = model
+    model_routed = routed(model, dtype, **settings)
+    model_routed.load_state_dict(reference.state_dict(), strict=False)  # no-op experts and thresholds
+    return reference, model_routed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @every_case
 def test_1_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architecture, variant, dtype, monkeypatch):
-    settings = {**VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
-    model = dense(architecture, dtype)
-    model_routed = routed(model, dtype, **settings)
+    model, model_routed = dense_and_routed(architecture, variant, dtype)
     blends = []
     blend = Route.blend
     monkeypatch.setattr(Route, "blend", lambda self, x, y: blends.append(1) or blend(self, x, y))
@@ -97,18 +154,21 @@ def test_1_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architectu
         blends.clear()
         assert torch.equal(model_routed.train(training)(ids).logits, expected)
         assert len(blends) == NUM_LAYERS  # it took the way of every other capacity
-    with mixdepth.lookahead(model_routed.eval()):
-        assert torch.equal(model_routed(ids).logits, model.eval()(ids).logits)
+    with mixdepth.lookahead(model_routed.eval()), lookahead_if_routed(model.eval()):
+        assert torch.equal(model_routed(ids).logits, model(ids).logits)
+
+
+def lookahead_if_routed(model):
+    return mixdepth.lookahead(model) if isinstance(model, RoutedCausalLM) else contextlib.nullcontext()
 
 
 @every_case
 def test_1_full_capacity_at_weight_one_is_the_model_itself_behind_padding(architecture, variant):
     dtype, tolerance = precision(architecture)
-    settings = {**VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
-    model = dense(architecture, dtype)
+    model, model_routed = dense_and_routed(architecture, variant, dtype)
     ids, mask = left_padded()
     expected = model(ids, attention_mask=mask).logits[mask == 1]
-    assert_close(routed(model, dtype, **settings)(ids, attention_mask=mask).logits[mask == 1], expected, tolerance)
+    assert_close(model_routed(ids, attention_mask=mask).logits[mask == 1], expected, tolerance)
 
 
 @every_case
@@ -124,14 +184,23 @@ def test_2_exactly_k_tokens_are_processed_and_the_others_are_left_to_the_bit(arc
         if isinstance(layer, RoutedLayer)
     ]
     with mixdepth.lookahead(model):
-        routes = model(ids, attention_mask=mask, output_routes=True).routes
+        out = model(ids, attention_mask=mask, output_routes=True)
+    deciding = model.depth_config.routed_layers(NUM_LAYERS)
+    routes = dict(zip(deciding, out.routes, strict=True))
+    routers = dict(zip(deciding, model.depth_routers, strict=True))
     for hook in hooks:
         hook.remove()
-    for (before, after), route, router in zip(streams.values(), routes, model.depth_routers, strict=True):
-        assert route.count.tolist() == [slots(router.capacity, length) for length in mask.sum(1).tolist()]
+    for index, (before, after) in streams.items():
+        last = max(i for i in model.depth_config.routed_layers(NUM_LAYERS) if i <= index)  # the last exit, or itself
+        route, router = routes[last], routers[last]
+        k = [slots(router.capacity, length) for length in mask.sum(1).tolist()]
+        if router.scheme == "token_choice":
+            k = torch.minimum(torch.tensor(k), (route.real & (route.logits > router.cutoff)).sum(1)).tolist()
+        assert route.count.tolist() == k
         assert not (route.mask & (mask == 0)).any()
-        assert torch.equal(after[~route.mask], before[~route.mask])
-        assert (after != before).any(-1)[route.mask].all()
+        if model.depth_config.target == "block":
+            assert torch.equal(after[~route.mask], before[~route.mask])
+            assert (after != before).any(-1)[route.mask].all()
 
 
 @pytest.mark.parametrize("lookahead", [False, True], ids=["causal", "top-k"])
@@ -141,7 +210,7 @@ def test_3_forward_and_gradients_equal_the_oracle(architecture, variant, lookahe
     reference = oracle(model)
     ids, mask = left_padded()
     decisions(model, ids, attention_mask=mask)
-    labels = ids.masked_fill(mask == 0, -100)
+    labels = ids.masked_fill(mask.cumsum(1) <= 1, -100)  # the first token would be predicted from padding
     results = []
     for m in (model, reference):
         m.train(lookahead)
@@ -229,7 +298,7 @@ def test_6_a_row_of_a_padded_batch_equals_the_row_by_itself(architecture, varian
 @every_case
 def test_7_the_router_learns_from_the_language_model_and_the_predictor_only_from_the_choice(architecture, variant):
     dtype, _ = precision(architecture)
-    model = routed(architecture, dtype, **VARIANTS[variant]).train()
+    model = routed(architecture, dtype, **ALL_VARIANTS[variant]).train()
     with torch.no_grad():
         for router in model.depth_routers:
             router.projection.weight *= 0.01  # where a squashed gate is not flat
@@ -254,8 +323,15 @@ def test_8_the_cache_holds_exactly_what_was_processed(architecture, variant):
     ids, mask = left_padded()
     routes = decisions(model, ids, attention_mask=mask)
     cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    for index, route in zip(model.depth_config.routed_layers(NUM_LAYERS), routes, strict=True):
-        layer = cache.layers[index]
+    routes = dict(zip(model.depth_config.routed_layers(NUM_LAYERS), routes, strict=True))
+    for index, layer in enumerate(cache.layers):
+        last = max((i for i in routes if i <= index), default=None)
+        is_routed = index in routes or (last is not None and model.depth_config.scheme == "early_exit")
+        if not is_routed or model.depth_config.target == "mlp":
+            assert layer.get_seq_length() == ids.shape[1]
+            assert not hasattr(layer, "lengths")
+            continue
+        route = routes[last]
         assert layer.lengths == route.count.tolist()
         for row, length in enumerate(layer.lengths):
             assert length == 0 or layer.columns[row, :length].tolist() == route.mask[row].nonzero()[:, 0].tolist()
@@ -263,7 +339,7 @@ def test_8_the_cache_holds_exactly_what_was_processed(architecture, variant):
 
 @every_case
 def test_9_a_saved_model_comes_back_to_the_bit_under_the_dense_models_key_names(architecture, variant, tmp_path):
-    model = routed(architecture, torch.float32, **VARIANTS[variant])
+    model = routed(architecture, torch.float32, **ALL_VARIANTS[variant])
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded.set_experts_implementation("eager")

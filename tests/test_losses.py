@@ -34,10 +34,10 @@ def test_the_rule_is_judged_on_real_tokens_by_whether_it_foresaw_the_choice(caus
         routes.append(route)
         layers.append(torch.stack(terms).mean())
     config = DepthConfig(causal=causal, predictor_loss_coef=0.25, router_aux_loss_coef=0.25)
-    (loss,) = routing_losses(routes, config)
+    (loss,) = routing_losses(routes, [0.5, 0.5], config)
     assert (loss.name, loss.coef) == (name, 0.25)
     torch.testing.assert_close(loss.value, torch.stack(layers).mean())
 
 
 def test_without_a_causal_rule_there_is_nothing_to_learn():
-    assert routing_losses([make_route(0)[0]], DepthConfig(causal=None)) == []
+    assert routing_losses([make_route(0)[0]], [0.5], DepthConfig(causal=None)) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import mixdepth
 
 PACKAGE = Path(mixdepth.__file__).parent
-ORDER = ["config", "routing", "losses", "router", "routed", "hf", "flops", "demo", "cli"]
+ORDER = ["config", "routing", "losses", "router", "routed", "experts", "hf", "flops", "evaluate", "demo", "cli"]
 """A module may import those before it; the package's own __init__ only gathers names."""
 
 

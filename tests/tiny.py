@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mixdepth
 from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.router import choosers
 
 VOCAB = 61
 NUM_LAYERS = 4
@@ -105,7 +106,11 @@ def routed(
             if router.predictor is not None:
                 for parameter in router.predictor.parameters():
                     parameter.normal_()
-    return model.to(dtype).eval()
+    model = model.to(dtype)
+    if any(module.estimates for module in choosers(model)):  # thresholds: from one training pass
+        model.train()(token_ids(4, 24, seed=5))
+        mixdepth.update_routers(model)
+    return model.eval()
 
 
 def token_ids(batch_size: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
@@ -118,8 +123,14 @@ def decisions(model: RoutedCausalLM, ids: torch.Tensor, **kwargs: Any) -> tuple[
 
     A score at the threshold may fall to either side by rounding alone; such a test would say nothing.
     """
-    routes = model(ids, output_routes=True, **kwargs).routes
-    for route in routes:
+    out = model(ids, output_routes=True, **kwargs)
+    margins = []
+    for route, router in zip(out.routes, model.depth_routers, strict=True):
         guess = route.logits if route.predictor_logits is None else route.predictor_logits
-        assert guess[route.real].abs().min() > 1e-6, "a decision without a margin: choose another seed"
-    return routes
+        margins.append((guess - router.cutoff)[route.candidates])
+    for load, router in zip(out.loads or (), model.depth_expert_routers, strict=True):
+        if load is not None and router.experts_choose:
+            margins.append((load.logits.softmax(-1) - router.threshold)[load.used].flatten())
+    for margin in margins:
+        assert margin.abs().min() > 1e-6, "a decision without a margin: choose another seed"
+    return out.routes

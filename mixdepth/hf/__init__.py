@@ -6,17 +6,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mixdepth.config import DepthConfig
-from mixdepth.hf.architectures import SUPPORTED, check_supported, decoder_layers
+from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth.hf.architectures import SUPPORTED, check_settings, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
-from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, keep_settings, route_layers, routed_classes
-from mixdepth.router import Router
+from mixdepth.hf.trainer import UpdateRouters
+from mixdepth.router import Chooser, Router
 
 __all__ = [
     "RoutedCacheLayer",
     "RoutedCausalLM",
     "RoutedCausalLMOutput",
+    "UpdateRouters",
     "route",
     "set_capacity",
     "supported_architectures",
@@ -39,11 +40,12 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
         raise ValueError(f"the settings must be a DepthConfig or given by name (capacity=...), not {config!r}")
     elif settings:
         raise ValueError(f"give a DepthConfig or settings, not both: {', '.join(settings)}")
-    config = replace(config, causal=config.causal or "predictor")
+    if config.scheme in LOOKS_AHEAD:
+        config = replace(config, causal=config.causal or "predictor")
     if isinstance(model, RoutedCausalLM):
         raise ValueError("the model is routed already: change its capacity with mixdepth.set_capacity")
     check_supported(model)
-    config.routed_layers(len(decoder_layers(model)))
+    check_settings(model, config)
     config_class, model_class = routed_classes(model.config.model_type)
 
     # The user's config object may build other models: route a copy, and hand it to every module.
@@ -58,8 +60,9 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
     route_layers(model, config)
     for layer in decoder_layers(model):
-        if isinstance(layer, RoutedLayer):
-            layer.depth_router.to(next(layer.parameters()).device)
+        for module in layer.modules():
+            if isinstance(module, Chooser):
+                module.to(next(layer.parameters()).device)
     return model
 
 

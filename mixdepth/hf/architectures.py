@@ -1,7 +1,11 @@
 """Which architectures of transformers can be routed, and why the others cannot."""
 
+from typing import Any
+
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from mixdepth.config import DepthConfig
 
 SUPPORTED = (
     "afmoe",
@@ -85,6 +89,20 @@ SUPPORTED = (
 )
 """Model types that hold the laws: tests/test_laws.py runs over exactly this list."""
 
+HALVES = (
+    *("arcee", "aria_text", "axk1", "bitnet", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1"),
+    *("ernie4_5", "ernie4_5_moe", "exaone_moe", "flint", "gemma", "glm", "glm4_moe", "glm4_moe_lite", "helium"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "laguna", "llama", "mellum", "mimo_v2_flash"),
+    *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmoe"),
+    *("phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2"),
+    "youtu",
+)
+"""Those whose layers are Llama's: x + attention(norm(x)), then x + mlp(norm(x)), under Llama's names. Their halves
+can be routed alone (`target`, `gate_on`); the others norm twice, scale or add elsewhere, each in its own way."""
+
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe")
+"""Those whose experts can be routed (`experts`)."""
+
 _RECURRENT = "its layers carry a state from token to token, which a skipped token would break"
 _INDEXED = "its attention keeps an index of every token beside the cache"
 _SHARED = "its layers share keys and values, which needs the same tokens in all of them"
@@ -142,3 +160,32 @@ def check_supported(model: PreTrainedModel) -> None:
             f"attn_implementation={config._attn_implementation!r} cannot take the masks of routed layers: "
             "load the model with 'sdpa' or 'eager'"
         )
+
+
+def check_settings(model: PreTrainedModel, config: DepthConfig) -> None:
+    """Refuse settings that the model, which can be routed, does not go with."""
+    layers = decoder_layers(model)
+    config.routed_layers(len(layers))
+    model_type = model.config.model_type.removeprefix("mixdepth_")
+    for name in ("target", "gate_on"):
+        if getattr(config, name) != "block" and model_type not in HALVES:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs layers whose halves can run alone; those of {model_type!r} "
+                f"cannot: leave it out, or use one of {', '.join(HALVES)}"
+            )
+    if config.experts is None:
+        return
+    if model_type not in EXPERTS or not any(expert_block(layer) for layer in layers):
+        raise ValueError(
+            f"experts={config.experts!r} needs a mixture of experts (one of {', '.join(EXPERTS)}), not {model_type!r}"
+        )
+    if getattr(model.config, "router_jitter_noise", 0):
+        raise ValueError(
+            f"router_jitter_noise={model.config.router_jitter_noise} cannot be had with experts=...: set it to 0"
+        )
+
+
+def expert_block(layer: Any) -> Any:
+    """The layer's mixture-of-experts block, where it has one that can be routed."""
+    mlp = getattr(layer, "mlp", None)
+    return mlp if hasattr(mlp, "gate") and hasattr(mlp, "experts") else None

@@ -27,12 +27,13 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from mixdepth.config import DepthConfig
-from mixdepth.hf.architectures import SUPPORTED, decoder_layers
+from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth.experts import ExpertLoad, ExpertRouter, balance_loss
+from mixdepth.hf.architectures import SUPPORTED, check_settings, decoder_layers, expert_block
 from mixdepth.hf.cache import unsupported_cache
-from mixdepth.hf.layer import DepthContext, RoutedLayer, routed_layer_class
+from mixdepth.hf.layer import DepthContext, HalvesLayer, RoutedExperts, RoutedLayer, mixed
 from mixdepth.losses import RoutingLoss, routing_losses
-from mixdepth.router import Router
+from mixdepth.router import Chooser, Router
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
@@ -59,10 +60,15 @@ class RoutedCausalLMOutput(MoeCausalLMOutputWithPast):
     """The experts' balance loss, which transformers calls `aux_loss`."""
     predictor_loss: Tensor | None = None
     """The predictors' loss under `causal="predictor"`. Under `causal="aux_loss"` see `aux_loss`."""
+    capacity_loss: Tensor | None = None
+    """What holds `scheme="token_choice"` at its capacity."""
     routing_loss: Tensor | None = None
     """The sum of the routing losses, each with its coefficient."""
     routes: tuple[Route, ...] | None = None
-    """The `Route` of each routed layer, with `output_routes=True`."""
+    """The `Route` of each layer that has a router, with `output_routes=True`."""
+    loads: tuple[ExpertLoad | None, ...] | None = None
+    """The `ExpertLoad` of each layer whose experts are ours (`experts=...`), with `output_routes=True`; None
+    where no token came that far."""
 
 
 OUTPUT_NAMES = tuple(field.name for field in fields(RoutedCausalLMOutput))
@@ -106,15 +112,19 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         if config.depth is None:
             raise ValueError("config.json says nothing of routing: its entry 'depth' is missing")
         depth_config = DepthConfig.from_dict(config.depth)
-        if depth_config.causal is None:
-            raise ValueError("causal=None has no meaning for a language model: set it to 'predictor' or 'aux_loss'")
+        if depth_config.causal is None and depth_config.scheme in LOOKS_AHEAD:
+            raise ValueError(
+                f"causal=None has no meaning for a language model with scheme={depth_config.scheme!r}: set it to "
+                "'predictor', 'aux_loss' or 'threshold'"
+            )
         super().__init__(config, *args, **kwargs)
+        check_settings(self, depth_config)
         route_layers(self, depth_config)
 
     def routed_forward(
         self, *args: Any, output_routes: bool = False, routing: str | None = None, **kwargs: Any
     ) -> RoutedCausalLMOutput | tuple[Any, ...]:
-        """The model's forward pass: top-k routing in training, causal in evaluation.
+        """The model's forward pass: in training routers see the whole row, in evaluation they are causal.
 
         `generate()` asks for `routing="causal"` by name, in either mode.
         """
@@ -125,19 +135,34 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             kwargs["use_cache"] = False
         return_dict = kwargs.pop("return_dict", self.config.return_dict)
         context = DepthContext(lookahead, output_routes or wants_logits)
+        if self.depth_config.scheme == "random":
+            context.positions = _positions(kwargs)
         dense = super().forward(**kwargs, return_dict=True, depth=context)
         routes = tuple(context.routes[index] for index in sorted(context.routes))
+        loads = tuple(context.loads.get(index) for index in self.layers_with_experts)
         context.routes.clear()  # a graph that waits for its backward pass holds on to the context
+        context.loads.clear()
         out = RoutedCausalLMOutput(**{name: dense.get(name) for name in OUTPUT_NAMES})
-        out.routes = routes if output_routes else None
+        if output_routes:
+            out.routes, out.loads = routes, loads or None
         out.lm_loss, out.balance_loss = out.loss, out.aux_loss
         if out.loss is not None and out.aux_loss is not None:  # transformers has added the experts' loss
             out.lm_loss = out.loss - _balance_coef(self.config) * out.aux_loss
         if wants_logits and out.router_logits is None:
-            out.router_logits = tuple(route.logits for route in routes)
+            out.router_logits = tuple(taken.logits for taken in loads if taken) or tuple(r.logits for r in routes)
         if lookahead:
-            self._add_routing_losses(out, routing_losses(routes, self.depth_config), kwargs)
+            self._add_routing_losses(out, self._routing_losses(routes, loads), kwargs)
         return out if return_dict else out.to_tuple()
+
+    def _routing_losses(self, routes: tuple[Route, ...], loads: tuple[ExpertLoad | None, ...]) -> list[RoutingLoss]:
+        losses = []
+        if routes:
+            capacities = [router.capacity for router in self.depth_routers]
+            losses = routing_losses(routes, capacities, self.depth_config)
+        if self.depth_config.experts == "token_choice":
+            value = balance_loss([load for load in loads if load is not None])
+            losses.append(RoutingLoss("balance_loss", self.depth_config.expert_balance_coef, value))
+        return losses
 
     def _check(self, kwargs: dict[str, Any], lookahead: bool) -> bool:
         """Refuse what a routed model cannot give; whether router logits are asked for."""
@@ -146,23 +171,34 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         attentions, logits = kwargs.get("output_attentions"), kwargs.get("output_router_logits")
         if not lookahead and (self.config.output_attentions if attentions is None else attentions):
             raise ValueError("output_attentions needs every layer to run: evaluate within mixdepth.lookahead(model)")
+        if not lookahead and kwargs.get("past_key_values") is None:  # once for each text
+            for module in self._choosers():
+                module.check_ready()
+        if self.depth_config.experts is not None:  # reported by our own routers of experts
+            kwargs["output_router_logits"] = False
+            return bool(self.config.output_router_logits if logits is None else logits)
         if not hasattr(self.config, "output_router_logits"):  # no experts: the logits are the routers'
             return bool(logits)
         if not lookahead and logits:
             raise ValueError("output_router_logits of experts needs every layer to run: use mixdepth.lookahead(model)")
         logits = lookahead and (self.config.output_router_logits if logits is None else logits)
         if logits and kwargs.get("attention_mask") is not None:
-            raise ValueError("output_router_logits of experts in routed layers takes no attention_mask yet")
+            raise ValueError(
+                "transformers' balance loss takes no attention_mask where layers are routed: leave out "
+                "output_router_logits, or route with experts='token_choice', which has its own"
+            )
         kwargs["output_router_logits"] = logits
         return bool(logits)
 
     def _is_forced_to_look_ahead(self) -> bool:
-        forced = {router.forced_lookahead > 0 for router in self.depth_routers}
+        forced = {module.forced_lookahead > 0 for module in self._choosers()}
         if len(forced) > 1:
             raise ValueError("mixdepth.lookahead was given a part of the model: give it the whole")
         return True in forced
 
     def _add_routing_losses(self, out: RoutedCausalLMOutput, losses: list[RoutingLoss], kwargs: dict[str, Any]) -> None:
+        if not losses:
+            return
         learns = any(p.requires_grad for router in self.depth_routers for p in router.parameters())
         if learns and torch.is_grad_enabled() and not all(loss.value.requires_grad for loss in losses):
             raise ValueError("routing losses need gradient_checkpointing_kwargs={'use_reentrant': False}")
@@ -181,10 +217,24 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def depth_routers(self) -> list[Router]:
         """The routers, in the order of their layers."""
-        return [layer.depth_router for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
+        layers = [layer for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
+        return [layer.depth_router for layer in layers if layer.depth_router is not None]
+
+    @property
+    def depth_expert_routers(self) -> list[ExpertRouter]:
+        """The routers of experts (`experts=...`), in the order of their layers."""
+        return [module for module in self.modules() if isinstance(module, ExpertRouter)]
+
+    def _choosers(self) -> list[Chooser]:
+        return [*self.depth_routers, *self.depth_expert_routers]
+
+    @property
+    def layers_with_experts(self) -> list[int]:
+        """The layers whose experts are routed (`experts=...`)."""
+        return [i for i, layer in enumerate(decoder_layers(self)) if isinstance(expert_block(layer), RoutedExperts)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Router):
+        if isinstance(module, (Router, ExpertRouter)):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -197,6 +247,8 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"a weights file in {str(name)!r} is damaged ({error}): copy it again") from error
         for problem in ("missing", "unexpected", "mismatched"):
             keys = sorted(key for key in map(str, info[f"{problem}_keys"]) if f".{ROUTER_NAME}." in key)
+            if problem == "mismatched":  # no-op experts are rows of the gate
+                keys += sorted(key for key in map(str, info["mismatched_keys"]) if ".gate.weight" in key)
             if keys:
                 raise ValueError(
                     f"{len(keys)} routing weights in {str(name)!r} are {problem}, such as {keys[0]}: its config.json "
@@ -224,15 +276,46 @@ def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
     """Turn the chosen decoder layers of the model into routed ones, in place, with new routers."""
     layers = decoder_layers(model)
     width = model.config.get_text_config(decoder=True).hidden_size
-    for index, capacity in config.routed_layers(len(layers)).items():
+    capacities = config.routed_layers(len(layers))
+    by_halves = config.target != "block" or config.gate_on != "block"
+    last_exit = None
+    for index in range(len(layers)):
         layer: Any = layers[index]
+        experts = None if config.experts is None else expert_block(layer)
+        is_routed = index in capacities or last_exit is not None
+        mixins: list[Any] = [RoutedLayer] if is_routed else []
+        if experts is not None or (is_routed and by_halves):
+            mixins.append(HalvesLayer)
+        if not mixins:
+            continue
         layer_class: Any = type(layer)
-        layer.__class__ = routed_layer_class(layer_class)
+        layer.__class__ = mixed(*mixins, layer_class)
         layer.depth_index = index
-        layer.depth_router = Router(width, config, capacity).train(layer.training)
+        if experts is not None:
+            route_experts(experts, config)
+        if is_routed:
+            layer.depth_target, layer.depth_gate_on, layer.depth_exit = config.target, config.gate_on, last_exit
+            layer.depth_router = None
+        if index in capacities:
+            layer.depth_router = Router(width, config, capacities[index], index).train(layer.training)
+            last_exit = index if config.scheme == "early_exit" else None
         model._no_split_modules.add(type(layer).__name__)
     model._keep_in_fp32_modules_strict.add(ROUTER_NAME)
     keep_settings(model, config)
+
+
+def route_experts(block: Any, config: DepthConfig) -> None:
+    """Give a mixture-of-experts block a router of ours; no-op experts are further rows of its gate."""
+    block_class: Any = type(block)
+    block.__class__ = mixed(RoutedExperts, block_class)
+    block.experts._is_expert_parallel = True  # the fused kernels then skip tokens at no expert
+    weight = block.gate.weight
+    if config.num_noop_experts:
+        more = torch.randn(config.num_noop_experts, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        more *= 0.02
+        block.gate.weight = nn.Parameter(torch.cat([weight.detach(), more]))
+    router = ExpertRouter(config, block.experts.num_experts, block.gate.top_k)
+    block.depth_router = router.train(block.training)
 
 
 def keep_settings(model: PreTrainedModel, config: DepthConfig) -> None:
@@ -285,6 +368,19 @@ def _new_object(model_type: str, which: int) -> Any:
     """An empty config (0) or model (1), for copies and pickles: its class is made where it is needed."""
     made: Any = routed_classes(model_type.removeprefix(PREFIX))[which]
     return made.__new__(made)
+
+
+def _positions(kwargs: dict[str, Any]) -> Tensor:
+    """(B or 1, T): the positions of the tokens, by the user's word, the attention mask or the cache."""
+    if kwargs.get("position_ids") is not None:
+        positions: Tensor = kwargs["position_ids"]
+        return positions
+    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    num_tokens, mask, past = tokens.shape[1], kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if mask is not None and mask.ndim == 2:
+        return (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
+    seen = 0 if past is None else past.get_seq_length()
+    return torch.arange(seen, seen + num_tokens, device=tokens.device)[None]
 
 
 def _balance_coef(config: Any) -> float:
