@@ -26,7 +26,7 @@ import mixdepth
 from mixdepth.demo import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
-BUDGET = 5e12
+BUDGET = 3e12
 BATCH_SIZE, LENGTH, WIDTH, NUM_LAYERS = 8, 256, 64, 4
 LEARNING_RATE = 4e-3
 SEEDS = range(3)

@@ -67,7 +67,7 @@ def count_flops(model: Any, num_tokens: int) -> FlopCount:
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
     >>> count_flops(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), 10).total
-    128000
+    135680
     """
     config = model.config.get_text_config(decoder=True)
     model_type = config.model_type.removeprefix("mixdepth_")

@@ -4,12 +4,18 @@ import copy
 
 import pytest
 import torch
+from test_laws import ALL_VARIANTS, EXPERT_VARIANTS
 from tiny import routed, token_ids
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import mixdepth
 from mixdepth.hf.layer import RoutedLayer
 
 BOTH_RULES = pytest.mark.parametrize("causal", ["predictor", "aux_loss"])
+
+
+def architecture_of(variant):
+    return "mixtral" if variant in EXPERT_VARIANTS else "llama"
 
 
 def step(model, ids, **kwargs):
@@ -71,13 +77,31 @@ def test_a_layer_compiled_to_machine_code_computes_the_same():
         assert_same(step(model, ids), step(reference, ids), 1e-4)  # fused kernels sum in another order
 
 
-def test_a_whole_model_compiles_without_a_graph_break():
-    model = routed(dtype=torch.float32).train()
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+def test_a_whole_model_compiles_without_a_graph_break(variant):
+    model = routed(architecture_of(variant), torch.float32, **ALL_VARIANTS[variant]).train()
+    if variant in EXPERT_VARIANTS:
+        model.set_experts_implementation("grouped_mm")  # the eager experts loop over what they got
     reference = copy.deepcopy(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = token_ids()
     assert_same(step(compiled, ids), step(reference, ids), 1e-6)
+    mixdepth.update_routers(model)  # it saw the compiled pass
+
+
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+def test_activation_checkpointing_changes_no_variant_by_a_bit(variant):
+    model = routed(architecture_of(variant), torch.float32, **ALL_VARIANTS[variant]).train()
+    reference = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    for seed in range(2):
+        ids = token_ids(seed=seed)
+        assert_same(step(model, ids), step(reference, ids), 0)
+        for m in (model, reference):
+            mixdepth.update_routers(m)
+    for (name, ours), theirs in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "gpt_neox", "mixtral", "gemma2"])

@@ -171,7 +171,8 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         attentions, logits = kwargs.get("output_attentions"), kwargs.get("output_router_logits")
         if not lookahead and (self.config.output_attentions if attentions is None else attentions):
             raise ValueError("output_attentions needs every layer to run: evaluate within mixdepth.lookahead(model)")
-        if not lookahead and kwargs.get("past_key_values") is None:  # once for each text
+        past = kwargs.get("past_key_values")
+        if not lookahead and (past is None or past.get_seq_length() == 0):  # once for each text
             for module in self._choosers():
                 module.check_ready()
         if self.depth_config.experts is not None:  # reported by our own routers of experts
@@ -350,6 +351,9 @@ def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
             "config_class": config_class,
             "forward": _like(model_base.forward, RoutedCausalLM.routed_forward, output_routes=False),
             "prepare_inputs_for_generation": _like(prepare_inputs, RoutedCausalLM.routed_inputs),
+            # transformers reads these off the source of a class's module, and ours has no experts in it
+            "_can_set_experts_implementation": model_base._can_set_experts_implementation,
+            "_can_set_attn_implementation": model_base._can_set_attn_implementation,
             "argument_names": tuple(inspect.signature(model_base.forward).parameters)[1:],
             "_keep_in_fp32_modules_strict": {*(model_base._keep_in_fp32_modules_strict or ()), ROUTER_NAME},
         },

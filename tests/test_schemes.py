@@ -1,0 +1,314 @@
+"""What is particular to each scheme and causal rule; what they share is in test_laws.py."""
+
+import pytest
+import torch
+from tiny import dense, routed, token_ids
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import mixdepth
+from mixdepth import DepthConfig, Route, Routed
+from mixdepth.hf.layer import RoutedLayer
+from mixdepth.losses import capacity_loss
+from mixdepth.routing import gaussian, slots
+
+EARLY_EXIT = {"scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)}
+
+
+def routes_of(model, ids, **kwargs):
+    return model(ids, output_routes=True, **kwargs).routes
+
+
+# Token choice
+
+
+def test_tokens_over_capacity_are_dropped_in_stream_order_and_counted_in_training_only():
+    model = routed(scheme="token_choice")
+    ids = token_ids(3, 40)
+    (route, *_) = routes_of(model.train(), ids)
+    wanted = route.logits > 0
+    assert (wanted.sum(1) > 16).any()  # more than the capacity of 40 %
+    for row in range(3):
+        first = wanted[row].nonzero()[:16, 0]
+        assert route.mask[row].nonzero()[:, 0].tolist() == first.tolist()
+        assert route.dropped[row] == wanted[row].sum() - len(first)
+    (route, *_) = routes_of(model.eval(), ids)
+    assert torch.equal(route.mask, wanted)
+    assert not route.dropped.any()
+
+
+def test_the_capacity_loss_pulls_the_share_of_tokens_to_the_capacity_and_rests_there():
+    def pull(share, capacity):
+        scores = torch.linspace(-1, 1, 40)[None].double().requires_grad_()
+        chosen = torch.arange(40)[None] >= 40 - round(40 * share)
+        route = Route.choose(chosen, scores, scores, None, torch.ones_like(chosen), 40)
+        (gradient,) = torch.autograd.grad(capacity_loss([route], [capacity]), scores)
+        return gradient.sum().item()
+
+    assert pull(0.25, 0.25) == pytest.approx(0, abs=1e-12)
+    assert pull(0.5, 0.25) > 0  # scores fall
+    assert pull(0.1, 0.25) < 0
+    assert pull(1.0, 1.0) == 0
+
+
+def test_dropped_tokens_count_as_having_chosen_the_block():
+    scores = torch.ones(1, 10).double().requires_grad_()
+    chosen = torch.arange(10)[None] < 5  # full at half of what wants in
+    route = Route.choose(chosen, scores, scores, None, torch.ones_like(chosen), 5, dropped=torch.tensor([5]))
+    (gradient,) = torch.autograd.grad(capacity_loss([route], [0.5]), scores)
+    assert (gradient > 0).all()
+
+
+def test_token_choice_learns_its_capacity():
+    torch.manual_seed(0)
+    model = routed(scheme="token_choice", capacity=0.25, router_aux_loss_coef=1.0, dtype=torch.float32).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(60):
+        ids = token_ids(8, 32, seed=step)
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [route.capacity.item() for route in routes_of(routed(scheme="token_choice"), token_ids(8, 32))]
+    after = [route.capacity.item() for route in routes_of(model.eval(), token_ids(8, 32))]
+    assert max(before) > 0.4
+    assert max(after) < 0.35
+
+
+# Random
+
+
+def test_noise_is_standard_normal_and_depends_on_every_key():
+    positions = torch.arange(100_000)
+    noise = gaussian(positions, 0, 3, 7)
+    assert abs(noise.mean()) < 0.02
+    assert abs(noise.std() - 1) < 0.02
+    assert noise.isfinite().all()
+    assert abs((noise > 1.1503).float().mean() - 0.125) < 0.005
+    for keys in ((1, 3, 7), (0, 4, 7), (0, 3, 8)):
+        correlation = torch.corrcoef(torch.stack([noise, gaussian(positions, *keys)]))[0, 1]
+        assert abs(correlation) < 0.02
+    assert abs(torch.corrcoef(torch.stack([noise[1:], noise[:-1]]))[0, 1]) < 0.02
+
+
+def test_random_routing_changes_with_the_step_in_training_and_never_in_evaluation():
+    model = routed(scheme="random")
+    ids = token_ids(2, 40)
+    masks = []
+    for mode in (True, True, False):
+        masks.append([route.mask for route in routes_of(model.train(mode), ids)])
+    assert all(torch.equal(a, b) for a, b in zip(masks[0], masks[1], strict=True))  # the same step
+    mixdepth.update_routers(model)
+    after = [route.mask for route in routes_of(model.train(), ids)]
+    assert not any(torch.equal(a, b) for a, b in zip(masks[0], after, strict=True))
+    evaluated = [route.mask for route in routes_of(model.eval(), ids)]
+    assert all(torch.equal(a, b) for a, b in zip(masks[2], evaluated, strict=True))
+    assert not torch.equal(evaluated[0], evaluated[1])  # layers differ
+
+
+def test_random_routing_does_not_look_at_the_tokens_and_resumes_where_it_was(tmp_path):
+    model = routed(scheme="random", dtype=torch.float32)
+    for _ in range(3):
+        mixdepth.update_routers(model)
+    expected = [route.mask for route in routes_of(model.train(), token_ids())]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    for route, mask in zip(routes_of(loaded, token_ids(seed=3)), expected, strict=True):
+        assert torch.equal(route.mask, mask)
+
+
+def test_random_routing_follows_its_seed():
+    masks = []
+    for seed in (0, 1):
+        model = mixdepth.route(dense(), scheme="random", seed=seed).eval()
+        masks.append(routes_of(model, token_ids(2, 40))[0].mask)
+    assert not torch.equal(*masks)
+
+
+# Soft
+
+
+def test_soft_is_the_gate_times_the_block_plus_the_rest_of_the_input():
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True).double()
+    model = Routed(block, width=16, config=DepthConfig(scheme="soft")).double()
+    x = torch.randn(2, 9, 16).double()
+    gate = torch.sigmoid(x @ model.router.projection.weight[0].double())[..., None]
+    for mode in (True, False):
+        assert torch.allclose(model.train(mode)(x), gate * block(x) + (1 - gate) * x, atol=1e-12)
+
+
+# Early exit
+
+
+def test_who_left_at_an_exit_is_in_no_later_layer():
+    model = routed(**EARLY_EXIT)
+    ids = token_ids(3, 30)
+    for mode in (True, False):
+        first, second = routes_of(model.train(mode), ids)
+        assert torch.equal(second.candidates, first.mask)
+        assert not (second.mask & ~first.mask).any()
+        assert not second.mask.all()
+    first, second = routes_of(model.train(), ids)
+    assert first.count.tolist() == [slots(0.7, 30)] * 3
+    assert second.count.tolist() == [slots(0.4, 30)] * 3
+
+
+def test_decoding_skips_the_rest_of_the_stack_for_a_token_that_left():
+    model = routed(**EARLY_EXIT)
+    calls = []
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_hook(lambda *_, index=index: calls.append(index))
+    cache = model(token_ids(1, 8), use_cache=True).past_key_values
+    for token in range(3, 60):
+        calls.clear()
+        lengths = [list(layer.lengths) for layer in cache.layers]
+        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True, output_routes=True)
+        first, second = (bool(route.count) for route in out.routes)
+        assert calls == [0, 1] * first + [2, 3] * (first and second)
+        grown = [layer.lengths[0] - before[0] for layer, before in zip(cache.layers, lengths, strict=True)]
+        assert grown == [first, first, first and second, first and second]
+        assert {layer.seen for layer in cache.layers} == {cache.get_seq_length()}
+    assert cache.get_seq_length() == 65
+
+
+def test_an_exit_that_nobody_reaches_asks_nobody():
+    model = routed(**EARLY_EXIT)
+    with torch.no_grad():
+        for parameter in model.depth_routers[0].predictor.parameters():
+            parameter.zero_()
+        model.depth_routers[0].predictor.down.bias.fill_(-1)
+    asked = []
+    model.depth_routers[1].predictor.register_forward_hook(lambda *_: asked.append(1))
+    model(token_ids())
+    assert not asked
+
+
+def test_the_weight_of_an_exit_is_that_of_all_layers_behind_it():
+    model = routed(**EARLY_EXIT, gate="sigmoid")
+    with torch.no_grad():
+        for router in model.depth_routers:
+            router.projection.weight.zero_()  # weight 1/2
+    streams = []
+    model.model.layers[1].register_forward_hook(lambda layer, args, out: streams.append((args[0], out)))
+    with mixdepth.lookahead(model):
+        (route, _) = routes_of(model, token_ids(1))
+    before, after = streams[0]
+    layer = model.model.layers[1]
+    columns = route.index[0]
+    positions = model.model.rotary_emb(before, torch.arange(20)[None])
+    chosen = tuple(part[:, columns] for part in positions)
+    full = super(RoutedLayer, layer).forward(before[:, columns], position_embeddings=chosen)
+    assert torch.allclose(after[:, columns], (before[:, columns] + full) / 2, atol=1e-12)
+
+
+def test_early_exit_by_the_base_model_is_refused():
+    with pytest.raises(ValueError, match="early exit needs the whole model"):
+        routed(**EARLY_EXIT).model(token_ids())
+
+
+# The running threshold
+
+
+def test_the_first_update_takes_the_edge_of_the_choice_and_later_ones_move_towards_it():
+    model = routed(causal="threshold", threshold_momentum=0.75).train()
+    router = model.depth_routers[0]
+    router.threshold.fill_(torch.nan)
+    edges = []
+    for seed in range(3):
+        (route, *_) = routes_of(model, token_ids(2, 30, seed=seed))
+        ranked = route.logits.sort(1, descending=True).values
+        edges.append(((ranked[:, 11] + ranked[:, 12]) / 2).mean().item())  # k = 12 of 30
+        mixdepth.update_routers(model)
+    expected = 0.75 * (0.75 * edges[0] + 0.25 * edges[1]) + 0.25 * edges[2]
+    assert router.threshold.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_threshold_moves_in_updates_alone():
+    model = routed(causal="threshold").train()
+    before = model.depth_routers[0].threshold.clone()
+    for _ in range(2):
+        model(token_ids(), labels=token_ids()).loss.backward()
+    model.eval()(token_ids())
+    assert torch.equal(model.depth_routers[0].threshold, before)
+    mixdepth.update_routers(model)
+    assert not torch.equal(model.depth_routers[0].threshold, before)
+    with pytest.raises(ValueError, match="needs a training pass since the last call"):
+        mixdepth.update_routers(model)
+
+
+def test_a_threshold_that_was_never_estimated_is_refused():
+    model = mixdepth.route(dense(), causal="threshold").eval()
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=r"thresholds were never estimated: call mixdepth\.update_routers"):
+            call(token_ids())
+    block = Routed(nn.Linear(8, 8), width=8, config=DepthConfig(causal="threshold"))
+    with pytest.raises(ValueError, match="never estimated"):
+        block.eval()(torch.randn(1, 4, 8))
+
+
+def test_the_trainer_updates_the_routers_once_for_each_optimizer_step(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 16).tolist()]
+    arguments = TrainingArguments(
+        **{"output_dir": str(tmp_path), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        **{"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True},
+    )
+    model = routed(scheme="random", dtype=torch.float32)
+    Trainer(model, arguments, train_dataset=rows, callbacks=[mixdepth.UpdateRouters()]).train()
+    assert model.depth_routers[0].step == 2
+
+
+def test_all_ranks_of_a_distributed_run_share_their_thresholds(tmp_path):
+    import torch.multiprocessing as mp
+
+    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert torch.equal(first["threshold"], second["threshold"])
+    assert first["threshold"].item() == pytest.approx((first["observed"] + second["observed"]).item() / 2, rel=1e-12)
+    assert first["observed"] != second["observed"]
+    assert first["gradient"].equal(second["gradient"])
+
+
+def rank_main(rank, folder):
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    model = mixdepth.route(dense(dtype=torch.float64), causal="threshold", capacity=0.4).double().train()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    ids = token_ids(2, 30, seed=rank)
+    parallel(ids, labels=ids).loss.backward()
+    observed = model.depth_routers[0].observed.clone()
+    mixdepth.update_routers(parallel)
+    router = model.depth_routers[0]
+    found = {"threshold": router.threshold, "observed": observed, "gradient": router.projection.weight.grad}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+# Blocks of the user's own
+
+
+@pytest.mark.parametrize("scheme", ["token_choice", "random", "soft"])
+def test_a_block_of_the_users_own_takes_every_scheme_of_one_layer(scheme):
+    torch.manual_seed(0)
+    model = Routed(nn.Linear(8, 8), width=8, config=DepthConfig(scheme=scheme))
+    x = torch.randn(2, 16, 8)
+    model(x).sum().backward()
+    loss = mixdepth.routing_loss(model)
+    assert loss.isfinite()
+    assert bool(loss) == (scheme == "token_choice")
+    mixdepth.update_routers(model)
+    model.eval()(x)
+    with pytest.raises(ValueError, match="call train"):
+        mixdepth.routing_loss(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": "mlp"}, "target='mlp' is for language models"),
+        ({"gate_on": "mlp"}, "gate_on='mlp' is for language models"),
+        ({"experts": "token_choice", "layers": ()}, "experts='token_choice' is for language models"),
+        ({"scheme": "early_exit"}, "scheme='early_exit' skips all later layers"),
+    ],
+)
+def test_a_block_of_the_users_own_refuses_what_needs_a_model(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Routed(nn.Linear(8, 8), width=8, config=DepthConfig(**settings))
