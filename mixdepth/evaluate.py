@@ -89,7 +89,8 @@ def evaluate(model: RoutedCausalLM, batches: Iterable[Batch]) -> Evaluation:
 def calibrate(
     model: RoutedCausalLM, batches: Iterable[Batch], capacity: float | list[float] | None = None
 ) -> Calibration:
-    """Set the threshold of each layer so that its causal rule chooses the configured share of these batches.
+    """Set the threshold of each layer so that its causal rule chooses the configured share of these batches,
+    or less where scores tie.
 
     Another `capacity` gives one trained model several speeds. Layer by layer, since a layer's scores depend
     on what earlier layers chose: as many passes over the batches as there are routers. The model then

@@ -5,11 +5,15 @@ routers, predictors and logits; embeddings are look-ups and cost nothing. A trai
 forward passes.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
+from mixdepth.hf import RoutedCausalLM, route
 from mixdepth.hf.architectures import decoder_layers, expert_block
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
 from mixdepth.router import Chooser
@@ -136,3 +140,51 @@ def _weights(module: nn.Module | None) -> int:
     if isinstance(module, Chooser):
         return weights
     return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
+
+
+def report(
+    num_tokens: int,
+    folder: str | None,
+    *,
+    settings: dict[str, Any],
+    num_layers: int,
+    width: int,
+    vocab_size: int,
+    num_experts: int,
+    experts_per_token: int,
+) -> None:
+    """Print the count of a model that is described and not built: its weights take no memory."""
+    numbers = {"tokens": num_tokens, "layers": num_layers, "width": width, "vocab-size": vocab_size}
+    for name, value in {**numbers, "experts-per-token": experts_per_token}.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, not {value}")
+    if folder is not None:
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
+        config = AutoConfig.from_pretrained(folder)
+    else:
+        if width % 32:
+            raise ValueError(f"--width must be a multiple of 32, the width of a head, not {width}")
+        shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": num_layers}
+        shape |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
+        if num_experts:
+            share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
+            shape |= {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
+            config = MixtralConfig(**shape, intermediate_size=share)
+        else:
+            config = LlamaConfig(**shape, intermediate_size=4 * width)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+        if settings and isinstance(model, RoutedCausalLM):
+            raise ValueError(f"{folder!r} is routed already: leave out --{next(iter(settings)).replace('_', '-')}")
+        model = route(model, **settings) if settings else model
+        count = count_flops(model, num_tokens)
+        print(f"{type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters, {num_tokens} tokens")
+        print(count)
+        if isinstance(model, RoutedCausalLM):
+            dense_type = model.config.model_type.removeprefix("mixdepth_")
+            plain = CONFIG_MAPPING[dense_type].from_dict(model.config.to_dict())
+            dense = count_flops(AutoModelForCausalLM.from_config(plain), num_tokens).total
+            print(
+                f"{count.total / dense:.3f} of the dense model's {dense:,}; a training step costs three times as much"
+            )

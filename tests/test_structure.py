@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from tiny import routed
+
 import mixdepth
 
 PACKAGE = Path(mixdepth.__file__).parent
@@ -46,3 +49,37 @@ def test_the_demo_trains_and_samples():
     assert process.returncode == 0, process.stderr
     assert "realised capacity" in process.stdout
     assert "def get_" in process.stdout
+
+
+def test_flops_are_counted_for_a_shape_and_a_folder(tmp_path):
+    process = run("flops", "--layers", "4", "--width", "64", "--tokens", "256", "--capacity", "0.125")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[3].split()[1] == "32"
+    assert " of the dense model's " in process.stdout
+    folder = tmp_path / "model"
+    routed(dtype=torch.float32).save_pretrained(folder)
+    process = run("flops", str(folder), "--tokens", "31")
+    assert f"{mixdepth.count_flops(routed(), 31).total:,}" in process.stdout
+    process = run("flops", "--num-experts", "4", "--experts", "token_choice", "--routed-layers", "none")
+    assert process.stdout.startswith("MixdepthMixtralForCausalLM")
+
+
+def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path):
+    folder = tmp_path / "model"
+    routed(dtype=torch.float32).save_pretrained(folder)
+    (tmp_path / "config.json").write_text("{")
+    for arguments, message in (
+        (["nowhere"], "'nowhere' is not a model's folder: it has no config.json"),
+        ([str(tmp_path)], "config"),
+        ([str(folder), "--capacity", "0.5"], "is routed already: leave out --capacity"),
+        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
+        (["--width", "33"], "--width must be a multiple of 32"),
+        (["--scheme", "soft", "--capacity", "0.5"], "scheme='soft' processes every token"),
+        (["--routed-layers", "9"], "layers must be below the model's 8 layers, not 9"),
+        (["--experts", "token_choice"], "needs a mixture of experts"),
+    ):
+        process = run("flops", *arguments)
+        assert process.returncode == 2, process.stdout
+        assert process.stderr.startswith("mixdepth: ")
+        assert message in process.stderr
+        assert "Traceback" not in process.stderr
