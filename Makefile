@@ -18,6 +18,7 @@ slow: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python docs/make_architectures.py
+	$(BIN)/python docs/make_family.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mixdepth.hf.architectures import REFUSED, SUPPORTED, decoder_layers
+from mixdepth.hf.architectures import EXPERTS, HALVES, REFUSED, SUPPORTED, decoder_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -20,8 +20,11 @@ These {number} architectures of transformers 5.22 can be routed. The list is tha
 model of each, with grouped-query attention, a sliding window shorter than the test, and layer 0 routed.
 This page is written by `make docs`, and a test fails when it is out of date.
 
-| model type | class | decoder layer | attention | experts |
-|---|---|---|---|---|
+*By halves* are those that `target` and `gate_on` can be used with; experts are *settable* by `experts`
+([the family](family.md)).
+
+| model type | class | decoder layer | attention | by halves | experts |
+|---|---|---|---|---|---|
 """
 
 REFUSALS = """
@@ -44,8 +47,10 @@ def page() -> str:
         windows = bool(getattr(model.config, "sliding_window", None)) and "sliding" in str(mask_types(model))
         attention = "sliding window" if windows else "full"
         experts = "yes" if any("experts" in key for key in model.state_dict()) else ""
+        experts = "yes, settable" if name in EXPERTS else experts
+        halves = "yes" if name in HALVES else ""
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]].__name__
-        text += f"| `{name}` | {model_class} | {layer} | {attention} | {experts} |\n"
+        text += f"| `{name}` | {model_class} | {layer} | {attention} | {halves} | {experts} |\n"
     text += REFUSALS
     for reason in dict.fromkeys(REFUSED.values()):
         names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)

@@ -1,5 +1,6 @@
 """Every code block of the documentation runs, and generated pages are current."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ def test_the_pages_links_lead_to_files(page):
         assert (page.parent / link).exists(), link
 
 
-def test_the_page_of_architectures_is_current():
+@pytest.mark.parametrize("maker", ["make_architectures", "make_family"])
+def test_a_generated_page_is_current(maker):
     sys.path.insert(0, str(ROOT / "docs"))
-    import make_architectures
-
-    assert make_architectures.PAGE.read_text() == make_architectures.page(), "run make docs"
+    module = importlib.import_module(maker)
+    assert module.PAGE.read_text() == module.page(), "run make docs"
