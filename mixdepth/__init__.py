@@ -1,7 +1,7 @@
 """Mixture-of-Depths for PyTorch and Hugging Face transformers."""
 
 from mixdepth.config import DepthConfig
-from mixdepth.evaluate import Calibration, Evaluation, LayerRouting, calibrate, evaluate
+from mixdepth.evaluation import Calibration, Evaluation, LayerRouting, calibrate, evaluate
 from mixdepth.experts import ExpertLoad
 from mixdepth.flops import FlopCount, count_flops
 from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures

@@ -13,6 +13,13 @@ from mixdepth.config import DepthConfig
 
 FLAGS = {"layers": "--routed-layers"}
 """Flags that are not called after their setting: `--layers` is how many there are."""
+SHAPE = {
+    "layers": "how many (default: 8)",
+    "width": "a multiple of 32 (default: 256)",
+    "vocab_size": "(default: 256, bytes)",
+    "num_experts": "of a Mixtral; 0 is a Llama (default: 0)",
+    "experts_per_token": "(default: 2)",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +82,8 @@ def _add_flops(verbs: Any) -> None:
     flops.add_argument("folder", nargs="?", help="a model's folder, dense or routed")
     flops.add_argument("--tokens", type=int, default=2048, help="length of the sequence (default: %(default)s)")
     shape = flops.add_argument_group("shape, in place of a folder")
-    shape.add_argument("--layers", dest="num_layers", type=int, default=8, help="(default: %(default)s)")
-    shape.add_argument("--width", type=int, default=256, help="(default: %(default)s)")
-    shape.add_argument("--vocab-size", type=int, default=256, help="(default: %(default)s, bytes)")
-    shape.add_argument("--num-experts", type=int, default=0, help="of a Mixtral; 0 is a Llama (default: %(default)s)")
-    shape.add_argument("--experts-per-token", type=int, default=2, help="(default: %(default)s)")
+    for name, about in SHAPE.items():
+        shape.add_argument(f"--{name.replace('_', '-')}", dest=f"shape_{name}", type=int, help=about)
     _add_settings(flops.add_argument_group("routing (any of these; without one the model is left as it is)"))
     flops.set_defaults(run=_flops)
 
@@ -87,10 +91,11 @@ def _add_flops(verbs: Any) -> None:
 def _flops(tokens: int, folder: str | None, **options: Any) -> None:
     from mixdepth import flops
 
-    settings = {field.name: options.pop(field.name) for field in fields(DepthConfig) if field.name in options}
-    if isinstance(settings.get("layers"), int):
-        settings["layers"] = (settings["layers"],)
-    flops.report(tokens, folder, settings=settings, **options)
+    shape = {name: options.pop(f"shape_{name}") for name in SHAPE}
+    layers = options.get("layers")
+    if "layers" in options and not isinstance(layers, tuple):
+        options["layers"] = () if layers is None else (layers,)
+    flops.report(tokens, folder, shape, settings=options)
 
 
 def _add_settings(group: Any) -> None:
@@ -109,7 +114,7 @@ def _add_settings(group: Any) -> None:
 
 
 def _value(text: str) -> object:
-    """A number, a word or a list, as in 0.5,0.25; `none` is an empty list. DepthConfig says what is wrong with it."""
+    """A number, a word, a list as in 0.5,0.25, or `none`. DepthConfig says what is wrong with it."""
     if "," in text:
         return tuple(_value(part) for part in text.split(",") if part)
     for kind in (int, float):
@@ -117,4 +122,4 @@ def _value(text: str) -> object:
             return kind(text)
         except ValueError:
             pass
-    return () if text == "none" else text
+    return None if text == "none" else text

@@ -88,9 +88,11 @@ class DepthConfig:
     own. Paper: not stated."""
 
     router_aux_loss_coef: float = 0.01
-    """Weight of the loss on the router itself: the auxiliary loss (`causal="aux_loss"`), or what holds
-    `token_choice` near its capacity. Paper: not stated; the former costs 0.2 to 0.3 % of the
-    language-model loss."""
+    """Weight of the auxiliary loss on the router (`causal="aux_loss"`). Paper: not stated; costs
+    0.2 to 0.3 % of the language-model loss."""
+
+    capacity_loss_coef: float = 1.0
+    """Weight of the loss that holds `token_choice` at its capacity."""
 
     threshold_momentum: float = 0.95
     """How much of the old threshold an update keeps (`causal="threshold"`, `experts="expert_choice"`)."""
@@ -132,9 +134,11 @@ class DepthConfig:
         self._check_layers()
         for name in ("seed", "num_noop_experts"):
             _check_integer(name, getattr(self, name), minimum=0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, not {self.seed}")
         for name in (
-            *("init_std", "predictor_width", "predictor_loss_coef", "router_aux_loss_coef", "expert_balance_coef"),
-            "threshold_momentum",
+            *("init_std", "predictor_width", "predictor_loss_coef", "router_aux_loss_coef", "capacity_loss_coef"),
+            *("threshold_momentum", "expert_balance_coef"),
         ):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
@@ -158,8 +162,14 @@ class DepthConfig:
             _check_integer("layers", layer, minimum=0)
         if len(set(self.layers)) < len(self.layers) or not (self.layers or self.experts):
             raise ValueError(f"layers must name each routed layer once, not {list(self.layers)}")
-        if self.first is not None:
-            raise ValueError(f"first={self.first} has no meaning beside layers={list(self.layers)}: give one of them")
+        for name, usual in {"first": None, "every": 2}.items():
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no meaning beside layers={list(self.layers)}: give one of them"
+                )
+        for name, default in {"scheme": "expert_choice", "target": "block", "gate_on": "block"}.items():
+            if not self.layers and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning where layers=[] routes none")
 
     def _check_sense(self) -> None:
         """Refuse settings that contradict each other."""

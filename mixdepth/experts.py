@@ -21,7 +21,11 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertLoad(NamedTuple):
-    """Which experts took which tokens in one layer."""
+    """Which experts took which tokens in one layer.
+
+    In a routed layer T are the slots of its route: the chosen tokens, in order; in evaluation rows that chose none
+    are left out.
+    """
 
     logits: Tensor  # (B, T, A): the gate's scores of all experts, the no-op ones last
     taken: Tensor  # (B, T, A) bool: expert a took token t
@@ -108,7 +112,7 @@ class ExpertRouter(Chooser):
         batch_size, num_tokens, width = x.shape
         tokens = x.reshape(-1, width)
         logits = gate(tokens)[0].view(batch_size, num_tokens, -1)  # (B, T, A)
-        scores = _probabilities(logits).transpose(1, 2)  # (B, A, T)
+        scores = probabilities(logits).transpose(1, 2)  # (B, A, T)
         allowed = used[:, None].expand_as(scores)
         if lookahead:
             k = slots(self.capacity, used.sum(1)).repeat_interleave(scores.shape[1])  # (B * A,)
@@ -124,7 +128,8 @@ class ExpertRouter(Chooser):
             expert = torch.arange(self.num_experts, device=x.device)[:, None].expand_as(order).reshape(-1)
             weight = scores.gather(2, order).where(taken.gather(2, order), 0).reshape(-1)  # unused slots: nothing
         else:
-            taken = allowed & (scores > self.threshold[:, None])
+            cutoff = self.cutoff
+            taken = allowed & (scores > (cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff))
             row, expert, column = taken[:, : self.num_experts].nonzero(as_tuple=True)  # run on these pairs alone
             at, weight = row * num_tokens + column, scores[row, expert, column]
         y = torch.zeros_like(tokens)
@@ -138,7 +143,7 @@ class ExpertRouter(Chooser):
         return f"{scheme}, capacity={self.capacity}, num_noop_experts={self.num_noop_experts}"
 
 
-def _probabilities(logits: Tensor) -> Tensor:
+def probabilities(logits: Tensor) -> Tensor:
     """(B, T, A), in float32 or better."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
@@ -153,6 +158,6 @@ def balance_loss(loads: list[ExpertLoad]) -> Tensor:
     losses = []
     for load in loads:
         num_used = load.used.sum().clamp(min=1)
-        probability = (_probabilities(load.logits) * load.used[..., None]).sum((0, 1)) / num_used  # (A,)
+        probability = (probabilities(load.logits) * load.used[..., None]).sum((0, 1)) / num_used  # (A,)
         losses.append(load.logits.shape[-1] * ((load.load + load.dropped / num_used) * probability).sum())
     return torch.stack(losses).mean()

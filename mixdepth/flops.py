@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Llama
 from transformers.pytorch_utils import Conv1D
 
 from mixdepth.hf import RoutedCausalLM, route
-from mixdepth.hf.architectures import decoder_layers, expert_block
+from mixdepth.hf.architectures import SUPPORTED, decoder_layers, expert_block
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
 from mixdepth.router import Chooser
 from mixdepth.routing import slots
@@ -73,10 +73,13 @@ def count_flops(model: Any, num_tokens: int) -> FlopCount:
     >>> count_flops(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), 10).total
     135680
     """
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"num_tokens must be a whole number of at least 1, not {num_tokens!r}")
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__).removeprefix("mixdepth_")
+    if model_type not in SUPPORTED or model_type in NOT_COUNTED or model.get_output_embeddings() is None:
+        reason = NOT_COUNTED.get(model_type, "it is no causal language model of a kind that can be routed")
+        raise ValueError(f"the FLOPs of {type(model).__name__} ({model_type!r}) are not counted: {reason}")
     config = model.config.get_text_config(decoder=True)
-    model_type = config.model_type.removeprefix("mixdepth_")
-    if model_type in NOT_COUNTED:
-        raise ValueError(f"the FLOPs of {model_type!r} are not counted: {NOT_COUNTED[model_type]}")
     layers, last_capacity = [], 1.0
     for layer in decoder_layers(model):
         capacity, router = 1.0, 0
@@ -142,37 +145,20 @@ def _weights(module: nn.Module | None) -> int:
     return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
 
 
-def report(
-    num_tokens: int,
-    folder: str | None,
-    *,
-    settings: dict[str, Any],
-    num_layers: int,
-    width: int,
-    vocab_size: int,
-    num_experts: int,
-    experts_per_token: int,
-) -> None:
-    """Print the count of a model that is described and not built: its weights take no memory."""
-    numbers = {"tokens": num_tokens, "layers": num_layers, "width": width, "vocab-size": vocab_size}
-    for name, value in {**numbers, "experts-per-token": experts_per_token}.items():
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1, not {value}")
-    if folder is not None:
-        if not (Path(folder) / "config.json").is_file():
-            raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
-        config = AutoConfig.from_pretrained(folder)
+def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], settings: dict[str, Any]) -> None:
+    """Print the count of a model that is described and not built: its weights take no memory.
+
+    The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder.
+    """
+    if folder is None:
+        config = _config_of(**{name: value for name, value in shape.items() if value is not None})
+    elif any(value is not None for value in shape.values()):
+        given = next(name for name, value in shape.items() if value is not None)
+        raise ValueError(f"{given} has no meaning beside a folder, which has its own shape: leave it out")
+    elif not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
     else:
-        if width % 32:
-            raise ValueError(f"--width must be a multiple of 32, the width of a head, not {width}")
-        shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": num_layers}
-        shape |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
-        if num_experts:
-            share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
-            shape |= {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
-            config = MixtralConfig(**shape, intermediate_size=share)
-        else:
-            config = LlamaConfig(**shape, intermediate_size=4 * width)
+        config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         if settings and isinstance(model, RoutedCausalLM):
@@ -188,3 +174,22 @@ def report(
             print(
                 f"{count.total / dense:.3f} of the dense model's {dense:,}; a training step costs three times as much"
             )
+
+
+def _config_of(
+    layers: int = 8, width: int = 256, vocab_size: int = 256, num_experts: int = 0, experts_per_token: int = 2
+) -> Any:
+    for name, value in {"layers": layers, "width": width, "vocab_size": vocab_size}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if width % 32:
+        raise ValueError(f"width must be a multiple of 32, the width of a head, not {width}")
+    shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
+    if num_experts == 0:
+        return LlamaConfig(**shape, intermediate_size=4 * width)
+    if not 1 <= experts_per_token <= num_experts:
+        raise ValueError(f"experts_per_token must be from 1 to num_experts={num_experts}, not {experts_per_token}")
+    share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
+    experts = {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
+    return MixtralConfig(**shape, **experts, intermediate_size=share)

@@ -22,7 +22,7 @@ class RoutingLoss(NamedTuple):
 def routing_losses(routes: Sequence[Route], capacities: Sequence[float], config: DepthConfig) -> list[RoutingLoss]:
     """What routers learn from the routes of training, beside the gate."""
     if config.scheme == "token_choice":
-        return [RoutingLoss("capacity_loss", config.router_aux_loss_coef, capacity_loss(routes, capacities))]
+        return [RoutingLoss("capacity_loss", config.capacity_loss_coef, capacity_loss(routes, capacities))]
     match config.causal:
         case "predictor":
             logits = [route.predictor_logits for route in routes]

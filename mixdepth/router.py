@@ -23,8 +23,9 @@ class Chooser(nn.Module):
     """The fraction of the tokens to choose; None is no limit."""
     threshold: Tensor
     """What a score must exceed by the causal rule, one for each expert among experts."""
-    observed: Tensor | None = None
-    """The threshold that would have chosen as the last training pass did."""
+    observed: Tensor | float = 0.0
+    """(2, ...): what thresholds would have chosen as training did since the last update, summed over rows, and the
+    number of rows."""
     forced_lookahead: int = 0
     """How many `mixdepth.lookahead` contexts are open."""
 
@@ -39,26 +40,31 @@ class Chooser(nn.Module):
         nn.init.constant_(self.threshold, torch.nan if self.estimates else 0.0)
 
     def observe(self, scores: Tensor, chosen: Tensor, candidates: Tensor) -> None:
-        """Remember where the choice among scores (B, ..., T) fell, as a mean over rows.
+        """Remember where the choice among scores (B, ..., T) fell, until the next update.
 
-        It overwrites what was remembered, so that a recomputation counts once.
+        A recomputation adds the same once more, for every micro-batch alike, and leaves the mean as it is.
         """
         at = edge(scores.detach(), chosen, candidates)  # (B, ...)
         rows = chosen.any(-1)
-        self.observed = at.where(rows, 0).sum(0) / rows.sum(0)
+        self.observed = self.observed + torch.stack([at.where(rows, 0).sum(0), rows.sum(0).to(at.dtype)])
 
     @torch.no_grad()
     def update(self, observed: Tensor) -> None:
-        """Move the threshold towards what was observed."""
-        start = self.threshold.isnan()
-        moved = torch.lerp(observed.to(self.threshold.dtype), self.threshold, self.momentum)
-        moved = torch.where(start, observed, moved)
-        self.threshold.copy_(torch.where(observed.isfinite(), moved, self.threshold))
-        self.observed = None
+        """Move the threshold towards the mean of what was observed, (2, ...)."""
+        total, num_rows = observed.to(self.threshold.dtype)
+        mean = total / num_rows
+        moved = torch.lerp(mean, self.threshold, self.momentum).where(~self.threshold.isnan(), mean)
+        self.threshold.copy_(moved.where(num_rows > 0, self.threshold))
+        self.observed = 0.0
+
+    @property
+    def cutoff(self) -> Tensor | float:
+        """What a score must exceed by the causal rule; nothing at full capacity."""
+        return -torch.inf if self.capacity == 1 else self.threshold
 
     def check_ready(self) -> None:
         """Refuse to choose by a threshold that was never estimated."""
-        if self.estimates and self.threshold.isnan().any():
+        if self.estimates and self.capacity != 1 and self.threshold.isnan().any():
             raise ValueError(
                 "the thresholds were never estimated: call mixdepth.update_routers(model) after each optimizer step, "
                 "or mixdepth.calibrate(model, batches)"
@@ -66,6 +72,13 @@ class Chooser(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "forced_lookahead": 0}  # a copy is in none of the contexts
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = self.threshold
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.threshold.dtype.itemsize < 4:  # steps of a running mean would be lost in half precision
+            self.threshold = kept.to(self.threshold.device, torch.float32)
+        return self
 
 
 class Router(Chooser):
@@ -132,7 +145,7 @@ class Router(Chooser):
         scores: Tensor | None = None  # (B, T)
         if self.scheme == "random":
             scores = self.noise(real, positions, with_step=lookahead and self.training)
-        # A causal predictor decides without the score, which then is worth computing for chosen tokens only.
+        # A causal predictor decides without the score, which is needed only if somebody is chosen.
         elif lookahead or predictor_logits is None:
             scores = self.score(x)
         dropped = None
@@ -168,12 +181,10 @@ class Router(Chooser):
 
     @property
     def cutoff(self) -> Tensor | float:
-        """What a score must exceed by the causal rule."""
-        if self.capacity == 1:
-            return -torch.inf
-        if self.scheme == "random":
+        """What a score must exceed by the causal rule: of noise, its quantile."""
+        if self.scheme == "random" and self.capacity < 1:
             return NormalDist().inv_cdf(1 - self.capacity)
-        return self.threshold
+        return super().cutoff
 
     def score(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
@@ -186,7 +197,7 @@ class Router(Chooser):
         assert self.step is not None
         if positions is None:
             positions = (real.cumsum(1) - 1).clamp(min=0)
-        return gaussian(positions, *self.noise_keys, self.step + 1 if with_step else 0).expand(real.shape)
+        return gaussian(positions, *self.noise_keys, self.step.long() + 1 if with_step else 0).expand(real.shape)
 
     def extra_repr(self) -> str:
         return f"{self.scheme}, capacity={self.capacity}, gate={self.gate!r}, causal={self.causal!r}"
@@ -224,10 +235,11 @@ class Predictor(nn.Module):
         # As if the stream were normalised, since its scale grows over layers and training by orders of
         # magnitude; scaling the few hidden units instead spares a copy of the stream.
         scale = x.shape[-1] ** 0.5 / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-6)  # (B, T, 1)
-        h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
-        if self.down is not None:
-            h = _linear(F.silu(h), self.down)  # (B, T, 1)
-        logits: Tensor = h[..., 0].to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
+            if self.down is not None:
+                h = _linear(F.silu(h), self.down)  # (B, T, 1)
+        logits: Tensor = h[..., 0]
         return logits
 
 
@@ -276,8 +288,8 @@ def lookahead(model: nn.Module) -> Iterator[None]:
 def update_routers(model: nn.Module) -> None:
     """Call it once after each optimizer step: `optimizer.step(); mixdepth.update_routers(model)`.
 
-    It moves the running thresholds (`causal="threshold"`, `experts="expert_choice"`) towards what the
-    last training pass saw, alike on all ranks of a distributed run, and draws new noise for `random`.
+    It moves the running thresholds (`causal="threshold"`, `experts="expert_choice"`) towards what training
+    passes saw since the last call, alike on all ranks of a distributed run, and draws new noise for `random`.
     Other models it leaves as they are.
     """
     routers = choosers(model)
@@ -287,15 +299,15 @@ def update_routers(model: nn.Module) -> None:
     running = [router for router in routers if router.estimates]
     if not running:
         return
-    if any(router.observed is None for router in running):
+    seen = [router.observed for router in running if isinstance(router.observed, Tensor)]
+    if len(seen) < len(running):
         raise ValueError("update_routers needs a training pass since the last call: call it after each optimizer step")
-    observed = torch.cat([router.observed.reshape(-1).double() for router in running])  # type: ignore[union-attr]
+    flat = torch.cat([observed.reshape(-1) for observed in seen])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(observed)
-        observed /= torch.distributed.get_world_size()
-    for router in running:
-        value, observed = observed[: router.threshold.numel()], observed[router.threshold.numel() :]
-        router.update(value.view(router.threshold.shape).to(router.threshold.dtype))
+        torch.distributed.all_reduce(flat)
+    for router, observed in zip(running, seen, strict=True):
+        router.update(flat[: observed.numel()].view_as(observed))
+        flat = flat[observed.numel() :]
 
 
 def choosers(model: nn.Module) -> list[Chooser]:

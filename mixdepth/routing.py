@@ -114,10 +114,12 @@ def first_k(wanted: Tensor, k: Tensor) -> Tensor:
 
 
 def edge(scores: Tensor, chosen: Tensor, candidates: Tensor) -> Tensor:
-    """Halfway between the lowest score (..., T) that was chosen and the highest that was not."""
+    """Halfway between the lowest score (..., T) that was chosen and the highest that was not; just below the former
+    if all were."""
     inside = scores.masked_fill(~chosen, torch.inf).amin(-1)
     outside = scores.masked_fill(chosen | ~candidates, -torch.inf).amax(-1)
-    return torch.where(outside.isfinite(), (inside + outside) / 2, inside)
+    below = torch.nextafter(inside, torch.full_like(inside, -torch.inf))
+    return torch.where(outside.isfinite(), (inside + outside) / 2, below)
 
 
 def gaussian(positions: Tensor, *keys: int | Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """Law 10: compilation, activation checkpointing and gradient accumulation change nothing."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +123,32 @@ def test_reentrant_checkpointing_which_loses_the_routing_losses_is_refused():
     model.enable_input_require_grads()
     with pytest.raises(ValueError, match="use_reentrant"):
         model(token_ids(), labels=token_ids())
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_two_processes_have_the_gradients_and_thresholds_of_one(engine, tmp_path):
+    variants = [
+        "default",
+        "aux_loss",
+        "threshold",
+        "token_choice",
+        "early_exit",
+        "random",
+        "soft",
+        "mlp",
+        "gate_on_mlp",
+    ]
+    variants += ["staged", "expert_choice", "integrated"]
+    main = [sys.executable, str(Path(__file__).with_name("two_processes.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*main, str(rank), engine, str(tmp_path / "store"), *variants], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
 
 
 class KeepGradients(TrainerCallback):

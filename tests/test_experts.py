@@ -143,6 +143,20 @@ def test_each_expert_chooses_its_share_of_every_row(architecture, num_noop_exper
         assert not load.taken[mask == 0].any()
 
 
+def test_experts_of_full_capacity_take_every_token_in_every_mode():
+    model = routed("mixtral", experts="expert_choice", layers=(), expert_capacity=1.0)
+    for training in (True, False):
+        assert all(load.taken.all() for load in model.train(training)(token_ids(), output_routes=True).loads)
+
+
+def test_reentrant_checkpointing_which_loses_the_balance_loss_is_refused():
+    model = routed("mixtral", torch.float32, experts="token_choice", layers=()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(token_ids(), labels=token_ids())
+
+
 def test_expert_choice_samples_by_its_thresholds_and_refuses_without_them():
     model = mixdepth.route(dense("mixtral"), experts="expert_choice", layers=()).eval()
     for call in (model, model.generate):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_laws import EXPERT_VARIANTS, VARIANTS
-from tiny import dense, routed, token_ids
+from tiny import dense, routed, tiny_config, token_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -82,6 +82,18 @@ def test_only_staged_mode_skips_attention():
     assert staged.attention < full.attention / 4 + 1
     assert integrated.attention == fewer.attention == full.attention
     assert max(staged.mlp, integrated.mlp, fewer.mlp) < full.mlp
+
+
+def test_what_was_never_compared_is_not_counted():
+    from transformers import LlamaModel, MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9))
+    for model in (mamba, LlamaModel(tiny_config("llama")), torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="are not counted: it is no causal language model"):
+            mixdepth.count_flops(model, 8)
+    for num_tokens in (0, -5, 2.5):
+        with pytest.raises(ValueError, match="num_tokens must be a whole number of at least 1, not"):
+            mixdepth.count_flops(dense(), num_tokens)
 
 
 def test_rows_of_a_batch_cost_the_same_each():

@@ -11,7 +11,7 @@ from tiny import routed
 import mixdepth
 
 PACKAGE = Path(mixdepth.__file__).parent
-ORDER = ["config", "routing", "losses", "router", "routed", "experts", "hf", "flops", "evaluate", "demo", "cli"]
+ORDER = ["config", "routing", "losses", "router", "routed", "experts", "hf", "flops", "evaluation", "demo", "cli"]
 """A module may import those before it; the package's own __init__ only gathers names."""
 
 
@@ -72,11 +72,13 @@ def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path)
         (["nowhere"], "'nowhere' is not a model's folder: it has no config.json"),
         ([str(tmp_path)], "config"),
         ([str(folder), "--capacity", "0.5"], "is routed already: leave out --capacity"),
-        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
-        (["--width", "33"], "--width must be a multiple of 32"),
+        (["--tokens", "0"], "num_tokens must be a whole number of at least 1, not 0"),
+        (["--width", "33"], "width must be a multiple of 32"),
         (["--scheme", "soft", "--capacity", "0.5"], "scheme='soft' processes every token"),
         (["--routed-layers", "9"], "layers must be below the model's 8 layers, not 9"),
         (["--experts", "token_choice"], "needs a mixture of experts"),
+        (["--num-experts", "-1"], "experts_per_token must be from 1 to num_experts=-1, not 2"),
+        ([str(folder), "--width", "64"], "width has no meaning beside a folder"),
     ):
         process = run("flops", *arguments)
         assert process.returncode == 2, process.stdout

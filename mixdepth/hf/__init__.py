@@ -11,7 +11,7 @@ from mixdepth.hf.architectures import SUPPORTED, check_settings, check_supported
 from mixdepth.hf.cache import RoutedCacheLayer
 from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, keep_settings, route_layers, routed_classes
 from mixdepth.hf.trainer import UpdateRouters
-from mixdepth.router import Chooser, Router
+from mixdepth.router import Chooser
 
 __all__ = [
     "RoutedCacheLayer",
@@ -67,15 +67,18 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
 
 
 def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[float, ...]) -> None:
-    """Change the capacity of a routed model: one for all routed layers, or one for each."""
+    """Change the capacity of a routed model: one for all routed layers, or one for each.
+
+    It changes what training chooses; in evaluation the causal rule follows as it learns, or by `mixdepth.calibrate`.
+    """
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not routed: call mixdepth.route first")
+    if not model.depth_routers:
+        raise ValueError("no layer of the model is routed, its experts alone: set expert_capacity when routing it")
     config = replace(model.depth_config, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
-    layers = decoder_layers(model)
-    for index, value in config.routed_layers(len(layers)).items():
-        for module in layers[index].modules():
-            if isinstance(module, Router):
-                module.capacity = value
+    capacities = config.routed_layers(len(decoder_layers(model))).values()
+    for router, value in zip(model.depth_routers, capacities, strict=True):
+        router.capacity = value
     keep_settings(model, config)
 
 

@@ -4,7 +4,6 @@ Shapes: B batch, T tokens in the stream, R rows with a chosen token, K slots, D 
 """
 
 import inspect
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,24 +30,25 @@ class Choice(NamedTuple):
     counts: list[int] | None  # chosen tokens of each row, on the host; None under look-ahead, which never asks
 
 
-@dataclass
 class DepthContext:
     """What one forward pass of the model tells its routed layers, and what they report back.
 
-    It travels as an argument, so that recomputation under activation checkpointing sees the same.
+    It travels as an argument, so that recomputation under activation checkpointing sees the same. And it is no
+    dataclass: FSDP rebuilds those that it finds among the arguments, and layers would report to a copy.
     """
 
-    lookahead: bool
-    output_routes: bool
-    """Whether routes are asked for; under look-ahead they are always reported, for the routing losses."""
-    positions: Tensor | None = None
-    """(B or 1, T): the tokens' positions, where a scheme asks for them."""
-    routes: dict[int, Route] = field(default_factory=dict)
-    loads: dict[int, ExpertLoad] = field(default_factory=dict)
-    """What the experts of each layer took."""
-    alive: dict[int, Choice] = field(default_factory=dict)
-    """Under early exit, who went on at each exit: for the layers behind it to look up. One entry for each
-    exit, since recomputation runs through the layers backwards."""
+    def __init__(self, lookahead: bool, output_routes: bool, positions: Tensor | None = None) -> None:
+        self.lookahead = lookahead
+        self.output_routes = output_routes
+        """Whether routes are asked for; under look-ahead they are always reported, for the routing losses."""
+        self.positions = positions
+        """(B or 1, T): the tokens' positions, where a scheme asks for them."""
+        self.routes: dict[int, Route] = {}
+        self.loads: dict[int, ExpertLoad] = {}
+        """What the experts of each layer took."""
+        self.alive: dict[int, Choice] = {}
+        """Under early exit, who went on at each exit: for the layers behind it to look up. One entry for each
+        exit, since recomputation runs through the layers backwards."""
 
 
 class Mixin(nn.Module):
@@ -132,7 +132,7 @@ class RoutedLayer(Mixin):
         x = hidden_states
         kwargs.update(zip(self.argument_names, args, strict=False))
         if depth is None:  # called by something else than the routed model: nothing is reported
-            depth = self._own_context()
+            depth = self._own_context(kwargs)
         real = _real(x, kwargs)
         if self.depth_target == "mlp":  # attention is dense, and so is its cache
             x = self.attend(x, kwargs)  # type: ignore[operator]
@@ -144,10 +144,13 @@ class RoutedLayer(Mixin):
             x = self.feed_forward(x, real, depth)  # type: ignore[operator]
         return x
 
-    def _own_context(self) -> DepthContext:
+    def _own_context(self, kwargs: dict[str, Any]) -> DepthContext:
         if self.depth_router is None or self.depth_exit is not None:
             raise ValueError("early exit needs the whole model: call it, not its base_model or a layer of it")
-        return DepthContext(self.depth_router.looks_ahead, output_routes=False)
+        lookahead = self.depth_router.looks_ahead
+        if not lookahead:
+            self.depth_router.check_ready()
+        return DepthContext(lookahead, output_routes=False, positions=kwargs.get("position_ids"))
 
     def _choose(self, x: Tensor, real: Tensor | None, depth: DepthContext) -> Choice:
         before = None if self.depth_exit is None else depth.alive[self.depth_exit]

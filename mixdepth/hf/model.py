@@ -200,8 +200,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     def _add_routing_losses(self, out: RoutedCausalLMOutput, losses: list[RoutingLoss], kwargs: dict[str, Any]) -> None:
         if not losses:
             return
-        learns = any(p.requires_grad for router in self.depth_routers for p in router.parameters())
-        if learns and torch.is_grad_enabled() and not all(loss.value.requires_grad for loss in losses):
+        if torch.is_grad_enabled() and self._checkpoints_reentrantly():  # which loses all but a layer's output
             raise ValueError("routing losses need gradient_checkpointing_kwargs={'use_reentrant': False}")
         for loss in losses:
             out[loss.name] = loss.value
@@ -215,6 +214,10 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             share: Any = 1.0 if num_items is None else (kwargs["labels"][..., 1:] != -100).sum() / num_items
             out.loss = out.loss + share * out.routing_loss
 
+    def _checkpoints_reentrantly(self) -> bool:
+        layers: list[Any] = [layer for layer in decoder_layers(self) if getattr(layer, "gradient_checkpointing", False)]
+        return any(layer._gradient_checkpointing_func.keywords.get("use_reentrant", True) for layer in layers)
+
     @property
     def depth_routers(self) -> list[Router]:
         """The routers, in the order of their layers."""
@@ -224,10 +227,17 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def depth_expert_routers(self) -> list[ExpertRouter]:
         """The routers of experts (`experts=...`), in the order of their layers."""
-        return [module for module in self.modules() if isinstance(module, ExpertRouter)]
+        blocks = [expert_block(layer) for layer in decoder_layers(self)]
+        return [block.depth_router for block in blocks if isinstance(block, RoutedExperts)]
 
     def _choosers(self) -> list[Chooser]:
+        """All routers; unlike `choosers` it walks through layers only, which every step of decoding can afford."""
         return [*self.depth_routers, *self.depth_expert_routers]
+
+    @property
+    def deciding_layers(self) -> list[int]:
+        """The layers that have a router."""
+        return list(self.depth_config.routed_layers(len(decoder_layers(self))))
 
     @property
     def layers_with_experts(self) -> list[int]:
@@ -248,6 +258,10 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"a weights file in {str(name)!r} is damaged ({error}): copy it again") from error
         for problem in ("missing", "unexpected", "mismatched"):
             keys = sorted(key for key in map(str, info[f"{problem}_keys"]) if f".{ROUTER_NAME}." in key)
+            if problem == "missing" and not any(module.estimates for module in model._choosers()):
+                for key in [key for key in keys if key.endswith(".threshold")]:  # before there were any, all were 0
+                    model.get_buffer(key).zero_()
+                    keys.remove(key)
             if problem == "mismatched":  # no-op experts are rows of the gate
                 keys += sorted(key for key in map(str, info["mismatched_keys"]) if ".gate.weight" in key)
             if keys:
@@ -374,7 +388,7 @@ def _new_object(model_type: str, which: int) -> Any:
     return made.__new__(made)
 
 
-def _positions(kwargs: dict[str, Any]) -> Tensor:
+def _positions(kwargs: dict[str, Any]) -> Tensor | None:
     """(B or 1, T): the positions of the tokens, by the user's word, the attention mask or the cache."""
     if kwargs.get("position_ids") is not None:
         positions: Tensor = kwargs["position_ids"]
@@ -384,6 +398,8 @@ def _positions(kwargs: dict[str, Any]) -> Tensor:
     if mask is not None and mask.ndim == 2:
         return (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
     seen = 0 if past is None else past.get_seq_length()
+    if mask is not None and seen == 0:
+        return None  # the router counts real tokens itself
     return torch.arange(seen, seen + num_tokens, device=tokens.device)[None]
 
 

@@ -3,19 +3,20 @@
 And `calibrate`, which moves the rule's thresholds so that the realised capacity is the one that was meant.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mixdepth.experts import ExpertLoad, ExpertRouter
+from mixdepth.experts import ExpertLoad, ExpertRouter, probabilities
 from mixdepth.hf import RoutedCausalLM, set_capacity
-from mixdepth.router import Chooser, lookahead
+from mixdepth.router import Chooser, Router, choosers, lookahead
 from mixdepth.routing import Route, slots, top_k
 
 Batch = Tensor | Mapping[str, Any]
-"""Token ids (B, T), or the keyword arguments of the model with them; without `labels` the ids are the labels."""
+"""Token ids (B, T), or the model's keyword arguments; without `labels` the ids that are not padding are the labels."""
 
 
 class LayerRouting(NamedTuple):
@@ -58,26 +59,30 @@ class Calibration(NamedTuple):
 @torch.no_grad()
 def evaluate(model: RoutedCausalLM, batches: Iterable[Batch]) -> Evaluation:
     """Evaluate a routed language model, causally and with look-ahead."""
-    _check(model)
-    was_training = model.training
-    model.eval()
+    model = _checked(model)
+    with evaluating(model):
+        return _evaluate(model, batches)
+
+
+def _evaluate(model: RoutedCausalLM, batches: Iterable[Batch]) -> Evaluation:
     losses = torch.zeros(3, dtype=torch.float64)  # causal, look-ahead, label tokens
     counts: dict[int, Tensor] = {}
     taken: dict[int, Tensor] = {}
     capacities = [router.capacity for router in model.depth_routers]
     for batch in batches:
         inputs = _inputs(batch)
-        num_labels = (inputs["labels"][:, 1:] != -100).sum().item()
+        num_labels = int((inputs["labels"][:, 1:] != -100).sum())
+        if num_labels == 0:
+            continue
         out: Any = model(**inputs, output_routes=True)
         with lookahead(model):
             ahead: Any = model(**inputs)
         losses += torch.tensor([out.lm_loss * num_labels, ahead.lm_loss * num_labels, num_labels])
-        for index, route, capacity in zip(_deciding(model), out.routes, capacities, strict=True):
+        for index, route, capacity in zip(model.deciding_layers, out.routes, capacities, strict=True):
             counts[index] = counts.get(index, 0) + _counts(route, capacity)
         for index, load in _loads(model, out):
             both = torch.cat([load.taken.sum((0, 1)), load.used.sum()[None]]).double()
             taken[index] = taken.get(index, 0) + both
-    model.train(was_training)
     if not losses[2]:
         raise ValueError("there is nothing to evaluate on: the batches hold no labels")
     layers = {index: _layer_routing(*values.tolist()) for index, values in counts.items()}
@@ -96,27 +101,51 @@ def calibrate(
     on what earlier layers chose: as many passes over the batches as there are routers. The model then
     keeps its thresholds, and saves them.
     """
-    _check(model)
-    if model.depth_config.scheme in ("random", "soft"):
-        raise ValueError(f"scheme={model.depth_config.scheme!r} has no threshold to set")
+    model = _checked(model)
     batches = list(batches)
     if not batches:
         raise ValueError("there is nothing to calibrate on: batches is empty")
-    routers = [*model.depth_routers, *model.depth_expert_routers]
-    is_ready = not any(router.estimates and router.threshold.isnan().any() for router in routers)
+    if not any(_has_threshold(router) for router in choosers(model)):
+        raise ValueError(f"no router of the model has a threshold to set (scheme={model.depth_config.scheme!r})")
+    old_capacity, old_thresholds = model.depth_config.capacity, [r.threshold.clone() for r in choosers(model)]
+    is_ready = not any(router.estimates and router.threshold.isnan().any() for router in choosers(model))
     before = evaluate(model, batches) if is_ready else None
-    if capacity is not None:
-        set_capacity(model, capacity)
+    try:
+        if capacity is not None:
+            set_capacity(model, capacity)
+        for router in choosers(model):
+            router.threshold.nan_to_num_(0.0)
+        with evaluating(model):
+            for index, router in _in_order(model):
+                scores, num_tokens = _scores(model, batches, index, router)  # (A or 1, tokens)
+                assert router.capacity is not None
+                if scores.numel():  # else nobody gets there
+                    cut = _cut(scores, slots(router.capacity, num_tokens))
+                    router.threshold.copy_(cut.view(router.threshold.shape))
+        return Calibration(before, evaluate(model, batches))
+    except BaseException:
+        for router, threshold in zip(choosers(model), old_thresholds, strict=True):
+            router.threshold.copy_(threshold)
+        if capacity is not None and model.depth_routers:
+            set_capacity(model, old_capacity)
+        raise
+
+
+@contextmanager
+def evaluating(model: RoutedCausalLM) -> Iterator[None]:
+    """Evaluation mode, and afterwards the mode that was."""
     was_training = model.training
     model.eval()
-    for router in routers:
-        router.threshold.nan_to_num_(0.0)
-    for index, router in _in_order(model):
-        scores, num_tokens = _scores(model, batches, index, router)  # (A or 1, tokens)
-        assert router.capacity is not None
-        router.threshold.copy_(_cut(scores, slots(router.capacity, num_tokens)).view(router.threshold.shape))
-    model.train(was_training)
-    return Calibration(before, evaluate(model, batches))
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _has_threshold(router: Chooser) -> bool:
+    if isinstance(router, ExpertRouter):
+        return router.experts_choose and router.capacity != 1
+    return isinstance(router, Router) and router.scheme not in ("random", "soft")
 
 
 def _cut(scores: Tensor, k: int) -> Tensor:
@@ -135,27 +164,24 @@ def _scores(model: RoutedCausalLM, batches: list[Batch], index: int, router: Cho
         if isinstance(router, ExpertRouter):
             load = dict(_loads(model, out)).get(index)
             if load is not None:
-                scores.append(load.logits.softmax(-1)[load.used].T)
+                scores.append(probabilities(load.logits)[load.used].T)
                 num_tokens += int(load.used.sum())
         else:
-            route: Route = dict(zip(_deciding(model), out.routes, strict=True))[index]
+            route: Route = dict(zip(model.deciding_layers, out.routes, strict=True))[index]
             guess = route.logits if route.predictor_logits is None else route.predictor_logits
             scores.append(guess[route.candidates][None])
             num_tokens += int(route.real.sum())
-    return torch.cat(scores, 1), num_tokens
+    return torch.cat(scores, 1) if scores else torch.zeros(1, 0), num_tokens
 
 
 def _in_order(model: RoutedCausalLM) -> Iterable[tuple[int, Chooser]]:
     """The routers with a threshold, in the order in which a forward pass meets them."""
-    found: list[tuple[int, Chooser]] = []
-    depth = dict(zip(_deciding(model), model.depth_routers, strict=True))
-    experts = dict(zip(model.layers_with_experts, model.depth_expert_routers, strict=True))
+    depth: dict[int, Chooser] = dict(zip(model.deciding_layers, model.depth_routers, strict=True))
+    experts: dict[int, Chooser] = dict(zip(model.layers_with_experts, model.depth_expert_routers, strict=True))
     for index in sorted({*depth, *experts}):
-        if index in depth and depth[index].capacity < 1:
-            found.append((index, depth[index]))
-        if index in experts and experts[index].experts_choose:
-            found.append((index, experts[index]))
-    return found
+        for router in (depth.get(index), experts.get(index)):
+            if router is not None and router.capacity != 1 and _has_threshold(router):
+                yield index, router
 
 
 def _counts(route: Route, capacity: float) -> Tensor:
@@ -169,10 +195,6 @@ def _layer_routing(chosen: float, best: float, both: float, real: float) -> Laye
     return LayerRouting(chosen / max(real, 1), both / max(chosen, 1), both / max(best, 1))
 
 
-def _deciding(model: RoutedCausalLM) -> list[int]:
-    return list(model.depth_config.routed_layers(model.config.get_text_config(decoder=True).num_hidden_layers))
-
-
 def _loads(model: RoutedCausalLM, out: Any) -> list[tuple[int, ExpertLoad]]:
     pairs = zip(model.layers_with_experts, out.loads or (), strict=True)
     return [(index, load) for index, load in pairs if load is not None]
@@ -180,9 +202,16 @@ def _loads(model: RoutedCausalLM, out: Any) -> list[tuple[int, ExpertLoad]]:
 
 def _inputs(batch: Batch) -> dict[str, Any]:
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    return {"labels": inputs["input_ids"], **inputs}
+    if inputs.get("labels") is None:
+        if inputs.get("input_ids") is None:
+            raise ValueError("a batch without input_ids needs labels")
+        labels, mask = inputs["input_ids"], inputs.get("attention_mask")
+        inputs["labels"] = labels if mask is None or mask.ndim > 2 else labels.masked_fill(mask == 0, -100)
+    return inputs
 
 
-def _check(model: object) -> None:
+def _checked(model: Any) -> RoutedCausalLM:
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not a routed language model: call mixdepth.route first")
+    return model

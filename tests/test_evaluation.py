@@ -108,6 +108,33 @@ def test_expert_choice_is_calibrated_for_each_expert_even_before_its_first_updat
         assert load == [0.5] * 4
 
 
+def test_padding_and_batches_without_labels_do_not_count():
+    model = routed()
+    ids, mask = left_padded()
+    given = {"input_ids": ids, "attention_mask": mask}
+    nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    labels = ids.masked_fill(mask == 0, -100)
+    assert mixdepth.evaluate(model, [given, nothing]) == mixdepth.evaluate(model, [{**given, "labels": labels}])
+
+
+def test_an_interrupted_calibration_leaves_the_model_as_it_was():
+    model = routed().train()
+    before = [router.threshold.clone() for router in model.depth_routers]
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+
+    model.model.layers[3].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        mixdepth.calibrate(model, batches(), 0.2)
+    assert all(torch.equal(r.threshold, t) for r, t in zip(model.depth_routers, before, strict=True))
+    assert model.depth_config.capacity == 0.4
+    assert model.training
+
+
 def test_look_ahead_at_top_k_agrees_with_itself():
     found = mixdepth.evaluate(routed(capacity=1.0), batches())
     for layer in found.layers.values():
@@ -119,9 +146,24 @@ def test_look_ahead_at_top_k_agrees_with_itself():
     [
         (lambda: mixdepth.evaluate(dense(), batches()), "LlamaForCausalLM is not a routed language model"),
         (lambda: mixdepth.calibrate(dense(), batches()), "LlamaForCausalLM is not a routed language model"),
-        (lambda: mixdepth.calibrate(routed(scheme="random"), batches()), "scheme='random' has no threshold to set"),
-        (lambda: mixdepth.calibrate(routed(scheme="soft", capacity=1.0), batches()), "scheme='soft' has no threshold"),
+        (
+            lambda: mixdepth.calibrate(routed(scheme="random"), batches()),
+            "no router of the model has a threshold to set .scheme='random'",
+        ),
+        (
+            lambda: mixdepth.calibrate(routed(scheme="soft", capacity=1.0), batches()),
+            "no router of the model has a threshold to set",
+        ),
         (lambda: mixdepth.calibrate(routed(), []), "batches is empty"),
+        (lambda: mixdepth.evaluate(routed(), [{"inputs_embeds": torch.zeros(1, 2, 32)}]), "needs labels"),
+        (
+            lambda: mixdepth.calibrate(routed("mixtral", experts="token_choice", layers=()), batches()),
+            "no router of the model has a threshold",
+        ),
+        (
+            lambda: mixdepth.calibrate(routed("mixtral", experts="expert_choice", layers=()), batches(), 0.2),
+            "no layer of the model is routed, its experts alone",
+        ),
         (lambda: mixdepth.evaluate(routed(), []), "there is nothing to evaluate on"),
     ],
 )
