@@ -1,6 +1,7 @@
 """Mixture-of-Depths for PyTorch and Hugging Face transformers."""
 
 from mixdepth.config import DepthConfig
+from mixdepth.encoder import MixtureOfDepths
 from mixdepth.evaluation import Calibration, Evaluation, LayerRouting, calibrate, evaluate
 from mixdepth.experts import ExpertLoad
 from mixdepth.flops import FlopCount, count_flops
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertLoad",
     "FlopCount",
     "LayerRouting",
+    "MixtureOfDepths",
     "Route",
     "Routed",
     "Router",

@@ -133,7 +133,7 @@ class DepthConfig:
         _check_choice("experts", self.experts, (*get_args(ExpertScheme), None))
         self._check_layers()
         for name in ("seed", "num_noop_experts"):
-            _check_integer(name, getattr(self, name), minimum=0)
+            check_integer(name, getattr(self, name), minimum=0)
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32, not {self.seed}")
         for name in (
@@ -141,7 +141,7 @@ class DepthConfig:
             *("threshold_momentum", "expert_balance_coef"),
         ):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
         if self.threshold_momentum >= 1:
             raise ValueError(f"threshold_momentum must be below 1, not {self.threshold_momentum}")
@@ -150,16 +150,16 @@ class DepthConfig:
         self._check_sense()
 
     def _check_layers(self) -> None:
-        _check_integer("every", self.every, minimum=1)
+        check_integer("every", self.every, minimum=1)
         if self.first is not None:
-            _check_integer("first", self.first, minimum=0)
+            check_integer("first", self.first, minimum=0)
         if self.layers is None:
             return
         if isinstance(self.layers, str) or not isinstance(self.layers, Sequence):
             raise ValueError(f"layers must be a list of layer indices, not {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         for layer in self.layers:
-            _check_integer("layers", layer, minimum=0)
+            check_integer("layers", layer, minimum=0)
         if len(set(self.layers)) < len(self.layers) or not (self.layers or self.experts):
             raise ValueError(f"layers must name each routed layer once, not {list(self.layers)}")
         for name, usual in {"first": None, "every": 2}.items():
@@ -249,7 +249,7 @@ class DepthConfig:
 
 
 def check_capacity(capacity: object, name: str = "capacity") -> float:
-    if not _is_number(capacity) or not 0 < capacity <= 1:  # type: ignore[operator]
+    if not is_number(capacity) or not 0 < capacity <= 1:  # type: ignore[operator]
         raise ValueError(f"{name} must be a fraction in (0, 1], not {capacity!r}")
     return float(capacity)  # type: ignore[arg-type]
 
@@ -260,11 +260,11 @@ def as_ratio(capacity: float) -> tuple[int, int]:
     return ratio.numerator, ratio.denominator
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _check_integer(name: str, value: object, *, minimum: int) -> None:
+def check_integer(name: str, value: object, *, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name} must be a whole number of at least {minimum}, not {value!r}")
 

@@ -177,7 +177,7 @@ def test_the_core_does_without_transformers():
     code = """
 import sys, types
 package = types.ModuleType("mixdepth"); package.__path__ = [sys.argv[1]]; sys.modules["mixdepth"] = package
-import mixdepth.routed
+import mixdepth.encoder, mixdepth.routed
 assert not any(name.split(".")[0] == "transformers" for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, mixdepth.__path__[0]], check=True)

@@ -11,7 +11,20 @@ from tiny import routed
 import mixdepth
 
 PACKAGE = Path(mixdepth.__file__).parent
-ORDER = ["config", "routing", "losses", "router", "routed", "experts", "hf", "flops", "evaluation", "demo", "cli"]
+ORDER = [
+    "config",
+    "routing",
+    "losses",
+    "router",
+    "routed",
+    "encoder",
+    "experts",
+    "hf",
+    "flops",
+    "evaluation",
+    "demo",
+    "cli",
+]
 """A module may import those before it; the package's own __init__ only gathers names."""
 
 
