@@ -66,6 +66,9 @@ def test_the_balance_loss_is_that_of_the_switch_transformer_over_tokens_in_use()
         shares += taken[row, token].double() / 7
     load = ExpertLoad(logits, taken, used, torch.zeros(3))
     torch.testing.assert_close(balance_loss([load, load]), 3 * (shares * probabilities).sum())
+    dropping = ExpertLoad(logits, taken & (torch.arange(5) < 3)[:, None], used, torch.tensor([2, 1, 3]))
+    shares = dropping.taken.sum((0, 1)) / 7 + torch.tensor([2, 1, 3]) / 7  # a token that found it full had chosen it
+    torch.testing.assert_close(balance_loss([dropping]), 3 * (shares * probabilities).sum())
     uniform = ExpertLoad(torch.zeros(1, 6, 3), torch.ones(1, 6, 3).bool(), torch.ones(1, 6).bool(), torch.zeros(3))
     assert balance_loss([uniform]).item() == pytest.approx(3)
 
@@ -112,6 +115,15 @@ def test_a_full_expert_drops_later_tokens_in_training_and_none_in_evaluation():
     assert loads[0].dropped.sum() > 0
     assert loads[0].unserved > 0
     assert wanted[0].sum() == 2 * 60  # evaluation kept them all
+
+
+def test_a_no_op_expert_is_never_full():
+    model = routed("mixtral", experts="token_choice", layers=(), expert_capacity=0.1, num_noop_experts=2)
+    for load in model.train()(token_ids(2, 30), output_routes=True).loads:
+        assert (load.taken.sum(1)[:, :4] <= 3).all()
+        assert (load.taken.sum(1)[:, 4:] > 3).any()
+        assert load.dropped[:4].sum() > 0
+        assert not load.dropped[4:].any()
 
 
 def test_a_token_at_no_op_experts_alone_is_left_as_it_is_and_the_experts_see_the_index_of_none():

@@ -61,6 +61,7 @@ EXPERT_VARIANTS = {
     "experts-limited": {"experts": "token_choice", "layers": (), "expert_capacity": 0.3},
     "expert_choice": {"experts": "expert_choice", "layers": ()},
     "integrated": {"experts": "token_choice", "layers": (), "num_noop_experts": 2},
+    "integrated-limited": {**{"experts": "token_choice", "layers": (), "num_noop_experts": 2, "expert_capacity": 0.2}},
     "integrated-expert_choice": {"experts": "expert_choice", "layers": (), "num_noop_experts": 2},
     "staged-integrated": {"experts": "token_choice", "num_noop_experts": 1},
 }
