@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_laws import ALL_VARIANTS
 from tiny import NUM_LAYERS, decisions, dense, routed, token_ids
 from transformers import DynamicCache, StaticCache, pipeline
 
@@ -16,6 +17,19 @@ SLIDING = "mistral"  # every layer has a window, shorter than the sequences here
 @pytest.fixture(params=["llama", SLIDING, "gpt2", "gpt_neox"])
 def model(request):
     return routed(request.param)
+
+
+ANY = [
+    *((architecture, "default") for architecture in ("llama", SLIDING, "gpt2", "gpt_neox")),
+    *((SLIDING, name) for name in ("threshold", "token_choice", "early_exit", "random", "attention", "mlp")),
+    *(("mixtral", name) for name in ("staged-expert_choice", "integrated")),
+]
+
+
+@pytest.fixture(params=ANY, ids=lambda pair: "-".join(pair))
+def any_model(request):
+    architecture, variant = request.param
+    return routed(architecture, **ALL_VARIANTS[variant])
 
 
 def left_padded():
@@ -37,34 +51,36 @@ def left_padded():
     ],
     ids=["beams", "returned beams", "sampling", "sampled beams", "long"],
 )
-def test_every_way_of_sampling_equals_recomputation_without_a_cache(model, settings):
+def test_every_way_of_sampling_equals_recomputation_without_a_cache(any_model, settings):
     ids, mask = left_padded()
     results = []
     for use_cache in (True, False):
         torch.manual_seed(3)
-        results.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **{**SETTINGS, **settings}))
+        results.append(any_model.generate(ids, attention_mask=mask, use_cache=use_cache, **{**SETTINGS, **settings}))
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])
-def test_prefill_in_chunks_gives_the_same_tokens(model, chunk):
+def test_prefill_in_chunks_gives_the_same_tokens(any_model, chunk):
     ids, mask = left_padded()
-    expected = model.generate(ids, attention_mask=mask, **SETTINGS)
-    assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **SETTINGS), expected)
+    expected = any_model.generate(ids, attention_mask=mask, **SETTINGS)
+    assert torch.equal(any_model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **SETTINGS), expected)
 
 
-def test_prompt_lookup_gives_the_same_tokens(model):
+def test_prompt_lookup_gives_the_same_tokens(any_model):
     ids = token_ids(1, 6).repeat(1, 4)  # repetitive, so that candidates are found, kept and dropped
     settings = {**SETTINGS, "max_new_tokens": 30}
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), model.generate(ids, **settings))
+    assert torch.equal(
+        any_model.generate(ids, prompt_lookup_num_tokens=4, **settings), any_model.generate(ids, **settings)
+    )
 
 
 @pytest.mark.parametrize("assistant", ["dense", "routed"])
-def test_assisted_decoding_gives_the_same_tokens(model, assistant):
+def test_assisted_decoding_gives_the_same_tokens(any_model, assistant):
     ids = token_ids(1, 14)
     helper = dense("llama", torch.float64, seed=5) if assistant == "dense" else routed("llama", seed=5)
     settings = {**SETTINGS, "max_new_tokens": 30}
-    assert torch.equal(model.generate(ids, assistant_model=helper, **settings), model.generate(ids, **settings))
+    assert torch.equal(any_model.generate(ids, assistant_model=helper, **settings), any_model.generate(ids, **settings))
 
 
 def test_a_routed_assistant_equal_to_the_model_is_believed(model):
@@ -73,13 +89,15 @@ def test_a_routed_assistant_equal_to_the_model_is_believed(model):
     assert torch.equal(model.generate(ids, assistant_model=model, **SETTINGS), model.generate(ids, **SETTINGS))
 
 
-def test_generation_continues_from_a_returned_cache(model):
+def test_generation_continues_from_a_returned_cache(any_model):
     ids, mask = left_padded()
-    whole = model.generate(ids, attention_mask=mask, **{**SETTINGS, "max_new_tokens": 20})
-    first = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **SETTINGS)
+    whole = any_model.generate(ids, attention_mask=mask, **{**SETTINGS, "max_new_tokens": 20})
+    first = any_model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **SETTINGS)
     longer = torch.cat([mask, torch.ones(3, 12, dtype=mask.dtype)], 1)
     settings = {**SETTINGS, "max_new_tokens": 8}
-    again = model.generate(first.sequences, attention_mask=longer, past_key_values=first.past_key_values, **settings)
+    again = any_model.generate(
+        first.sequences, attention_mask=longer, past_key_values=first.past_key_values, **settings
+    )
     assert torch.equal(again, whole)
 
 
@@ -102,14 +120,14 @@ def test_generation_starts_from_embeddings_too(model):
     assert torch.equal(model.generate(inputs_embeds=embeddings, attention_mask=mask, **SETTINGS), expected)
 
 
-def test_generation_is_causal_in_training_mode_too(model):
+def test_generation_is_causal_in_training_mode_too(any_model):
     ids, mask = left_padded()
-    expected = model.generate(ids, attention_mask=mask, **SETTINGS)
-    model.train()
-    assert torch.equal(model.generate(ids, attention_mask=mask, **SETTINGS), expected)
-    with mixdepth.lookahead(model):
-        assert torch.equal(model.generate(ids, attention_mask=mask, **SETTINGS), expected)
-    assert model.training
+    expected = any_model.generate(ids, attention_mask=mask, **SETTINGS)
+    any_model.train()
+    assert torch.equal(any_model.generate(ids, attention_mask=mask, **SETTINGS), expected)
+    with mixdepth.lookahead(any_model):
+        assert torch.equal(any_model.generate(ids, attention_mask=mask, **SETTINGS), expected)
+    assert any_model.training
 
 
 def test_a_cache_made_by_hand_is_put_right_on_first_use(model):
