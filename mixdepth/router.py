@@ -60,7 +60,10 @@ class Chooser(nn.Module):
     @property
     def cutoff(self) -> Tensor | float:
         """What a score must exceed by the causal rule; nothing at full capacity."""
-        return -torch.inf if self.capacity == 1 else self.threshold
+        return -torch.inf if self.capacity == 1 else self.edge_of_choice()
+
+    def edge_of_choice(self) -> Tensor | float:
+        return self.threshold
 
     def check_ready(self) -> None:
         """Refuse to choose by a threshold that was never estimated."""
@@ -179,12 +182,8 @@ class Router(Chooser):
         """Whether it chooses as in training: there, in `mixdepth.lookahead`, and where there is no causal rule."""
         return self.training or self.forced_lookahead > 0 or (self.causal is None and self.scheme in LOOKS_AHEAD)
 
-    @property
-    def cutoff(self) -> Tensor | float:
-        """What a score must exceed by the causal rule: of noise, its quantile."""
-        if self.scheme == "random" and self.capacity < 1:
-            return NormalDist().inv_cdf(1 - self.capacity)
-        return super().cutoff
+    def edge_of_choice(self) -> Tensor | float:
+        return NormalDist().inv_cdf(1 - self.capacity) if self.scheme == "random" else self.threshold
 
     def score(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
