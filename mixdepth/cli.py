@@ -3,6 +3,8 @@
 import argparse
 import ast
 import inspect
+import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -10,12 +12,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from mixdepth.config import DepthConfig
+from mixdepth.settings import TrainConfig
 
-FLAGS = {"layers": "--routed-layers"}
-"""Flags that are not called after their setting: `--layers` is how many there are."""
+ROUTING_FLAGS = {"layers": "--routed-layers", "seed": "--routing-seed"}
+"""Routing settings whose flags have other names: `--layers` is how many there are, `--seed` is the run's."""
 SHAPE = {
     "layers": "how many (default: 8)",
-    "width": "a multiple of 32 (default: 256)",
+    "width": "a multiple of 16 (default: 256)",
     "vocab_size": "(default: 256, bytes)",
     "num_experts": "of a Mixtral; 0 is a Llama (default: 0)",
     "experts_per_token": "(default: 2)",
@@ -28,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     verbs = parser.add_subparsers(dest="verb", metavar="verb")
-    _add_demo(verbs)
-    _add_flops(verbs)
+    for add in (_add_demo, _add_train, _add_eval, _add_generate, _add_flops):
+        add(verbs)
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
         from mixdepth import __version__
@@ -40,11 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     run = options.pop("run")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # ours is the only one
     try:
         run(**options)
     except (ValueError, OSError) as error:
         print(f"mixdepth: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("mixdepth: stopped; what was finished is kept", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -70,6 +79,111 @@ def _demo(**options: Any) -> None:
     demo.run(**options)
 
 
+def _add_train(verbs: Any) -> None:
+    train = verbs.add_parser(
+        "train",
+        help="train a model, dense or routed, within a budget",
+        description="Trains a model from scratch within a budget of FLOPs, tokens or steps, and evaluates it. The "
+        "same command goes on where it was stopped, to the same result. On several processes: torchrun "
+        "--nproc-per-node 2 -m mixdepth train ...",
+        epilog="example: mixdepth train --corpus stdlib --layers 8 --width 256 --capacity 0.125 --flops 1e14 "
+        "--out runs/mod",
+    )
+    train.add_argument("--out", required=True, help="the run's folder; a new one, or that of a run to go on with")
+    train.add_argument("--dense", action="store_true", help="train the dense model: nothing is routed")
+    _add_settings(train, TrainConfig, without=("depth",))
+    _add_settings(train.add_argument_group("routing"), DepthConfig, ROUTING_FLAGS, prefix="depth_")
+    train.set_defaults(run=_train)
+
+
+def _train(out: str, dense: bool, **options: Any) -> None:
+    from mixdepth import train
+
+    routing = _split(options, "depth_")
+    if dense and routing:
+        raise ValueError(f"a dense model has no {next(iter(routing))}: leave out --dense or the routing settings")
+    if isinstance(options.get("report_to"), str):
+        options["report_to"] = (options["report_to"],)
+    depth = None if dense else DepthConfig(**_routing(routing))
+    run = train(out, TrainConfig(**options, depth=depth))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(run.result, indent=2))
+
+
+def _add_eval(verbs: Any) -> None:
+    evaluation = verbs.add_parser(
+        "eval",
+        help="compare models on held-out text",
+        description="Evaluates runs, folders or models of the hub on the same held-out text, with causal routing and "
+        "with look-ahead, and prints them side by side. Differences have 95 % intervals over windows.",
+        epilog="example: mixdepth eval runs/mod runs/dense",
+    )
+    evaluation.add_argument(
+        "names", nargs="+", metavar="model", help="a run, a checkpoint, a folder, a name of the hub"
+    )
+    evaluation.add_argument("--corpus", help="another text than the run's own; its held-out part is used")
+    evaluation.add_argument("--text-field", default="text", help="where the text is in JSONL, parquet and datasets")
+    evaluation.add_argument("--context", type=int, help="tokens in a window (default: as in training)")
+    evaluation.add_argument("--windows", type=int, help="how many windows, evenly spaced (default: all)")
+    evaluation.add_argument("--batch-size", type=int, default=16, help="windows in a pass (default: %(default)s)")
+    evaluation.add_argument("--json", metavar="FILE", help="write the numbers to this file too; - prints them instead")
+    evaluation.set_defaults(run=_eval)
+
+
+def _eval(names: list[str], json: str | None, **options: Any) -> None:
+    from mixdepth.compare import evaluate_runs
+    from mixdepth.files import as_json, write_json
+
+    found = evaluate_runs(names, **options)
+    if json == "-":
+        print(as_json(found.to_dict()), end="")
+        return
+    print(found)
+    if json is not None:
+        write_json(json, found.to_dict())
+
+
+def _add_generate(verbs: Any) -> None:
+    generate = verbs.add_parser(
+        "generate",
+        help="continue a text",
+        description="Continues one text, as it comes, or several at once. Routing is causal. Sampling options are "
+        "those of transformers' generate().",
+        epilog='example: mixdepth generate runs/mod "def fibonacci(n):" --temperature 0.8',
+    )
+    generate.add_argument("model", help="a run, a checkpoint, a folder, or a name of the hub")
+    generate.add_argument("prompts", nargs="+", metavar="prompt", help="the text to continue")
+    generate.add_argument("--max-new-tokens", type=int, default=200, help="(default: %(default)s)")
+    generate.add_argument("--greedy", action="store_true", help="always the likeliest token, in place of sampling")
+    for name, kind, about in (
+        ("temperature", float, "below 1 is bolder in the likely (default: as the model has it)"),
+        ("top-k", int, "sample from the k likeliest tokens"),
+        ("top-p", float, "sample from the likeliest tokens that make up this share"),
+        ("min-p", float, "leave out tokens below this share of the likeliest"),
+        ("repetition-penalty", float, "above 1 discourages repetition"),
+        ("num-beams", int, "beam search"),
+    ):
+        generate.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=about)
+    generate.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    generate.add_argument(
+        "--show-routes", action="store_true", help="colour each token by how many routed layers it went through"
+    )
+    generate.set_defaults(run=_generate)
+
+
+def _generate(model: str, prompts: list[str], greedy: bool, show_routes: bool, **options: Any) -> None:
+    from mixdepth import generate
+    from mixdepth.generation import legend
+
+    live = not show_routes and options.get("num_beams", 1) == 1
+    stream = (lambda text: print(text, end="", flush=True)) if live else None
+    texts = generate(model, prompts, show_routes=show_routes, do_sample=not greedy, stream=stream, **options)
+    if show_routes:
+        print(legend(texts[0].num_routed))
+    for text in texts[live:]:
+        print(("---\n" if len(texts) > 1 else "") + (text.colour() if show_routes else text.prompt + text.completion))
+
+
 def _add_flops(verbs: Any) -> None:
     flops = verbs.add_parser(
         "flops",
@@ -84,7 +198,8 @@ def _add_flops(verbs: Any) -> None:
     shape = flops.add_argument_group("shape, in place of a folder")
     for name, about in SHAPE.items():
         shape.add_argument(f"--{name.replace('_', '-')}", dest=f"shape_{name}", type=int, help=about)
-    _add_settings(flops.add_argument_group("routing (any of these; without one the model is left as it is)"))
+    routing = flops.add_argument_group("routing (any of these; without one the model is left as it is)")
+    _add_settings(routing, DepthConfig, ROUTING_FLAGS)
     flops.set_defaults(run=_flops)
 
 
@@ -92,29 +207,50 @@ def _flops(tokens: int, folder: str | None, **options: Any) -> None:
     from mixdepth import flops
 
     shape = {name: options.pop(f"shape_{name}") for name in SHAPE}
+    flops.report(tokens, folder, shape, settings=_routing(options))
+
+
+def _routing(options: dict[str, Any]) -> dict[str, Any]:
+    """Routing settings as given by flags: a single layer, or none, is a list too."""
     layers = options.get("layers")
     if "layers" in options and not isinstance(layers, tuple):
         options["layers"] = () if layers is None else (layers,)
-    flops.report(tokens, folder, shape, settings=options)
+    return options
 
 
-def _add_settings(group: Any) -> None:
-    """One flag for each field of DepthConfig, with its docstring for help; flags not given are left out."""
-    source = ast.parse(textwrap.dedent(inspect.getsource(DepthConfig))).body[0]
+def _split(options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Take the options whose names begin with the prefix."""
+    return {name.removeprefix(prefix): options.pop(name) for name in [*options] if name.startswith(prefix)}
+
+
+def _add_settings(
+    group: Any, settings: type, flags: dict[str, str] | None = None, without: Sequence[str] = (), prefix: str = ""
+) -> None:
+    """One flag for each field of a dataclass, with its docstring for help; flags not given are left out."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
     assert isinstance(source, ast.ClassDef)
     about = {}
     for line, after in zip(source.body, source.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
             about[line.target.id] = ast.literal_eval(after.value)
-    for field in fields(DepthConfig):
-        default = "" if field.default in (None, MISSING) else f" (default: {field.default})"
-        text = " ".join(about[field.name].split()).replace("%", "%%") + default
-        flag = FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
-        group.add_argument(flag, dest=field.name, type=_value, default=argparse.SUPPRESS, help=text)
+    for field in fields(settings):
+        if field.name in without:
+            continue
+        text = " ".join(about[field.name].split()).replace("%", "%%")
+        flag = (flags or {}).get(field.name, f"--{field.name.replace('_', '-')}")
+        options: dict[str, Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS, "help": text}
+        if field.type is bool:
+            options["action"] = "store_true"
+        else:
+            options["type"] = str if field.type in (str, str | None) else _value
+            options["metavar"] = field.name.upper()
+            if field.default not in (None, MISSING, ()):
+                options["help"] += f" (default: {field.default})"
+        group.add_argument(flag, **options)
 
 
 def _value(text: str) -> object:
-    """A number, a word, a list as in 0.5,0.25, or `none`. DepthConfig says what is wrong with it."""
+    """A number, a word, a list as in 0.5,0.25, or `none`. The settings say what is wrong with it."""
     if "," in text:
         return tuple(_value(part) for part in text.split(",") if part)
     for kind in (int, float):

@@ -1,28 +1,25 @@
 """The demo: route a small Llama, train it on the Python standard library's source, sample from it."""
 
 import math
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import mixdepth
 from mixdepth.hf import RoutedCausalLM
+from mixdepth.shape import model_config
+from mixdepth.sources import stdlib_files
 
 VOCAB_SIZE = 256  # bytes
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3"}
 
 
 def stdlib_bytes() -> tuple[Tensor, Tensor]:
     """The standard library's source as bytes, every twentieth file held out: (training, validation)."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
-    texts = [path.read_bytes() for path in files]
+    texts = [path.read_bytes() for path in stdlib_files()]
     validation = b"".join(text for i, text in enumerate(texts) if i % 20 == 7)
     training = b"".join(text for i, text in enumerate(texts) if i % 20 != 7)
     return _tensor(training), _tensor(validation)
@@ -42,18 +39,7 @@ def batches(text: Tensor, batch_size: int, length: int, seed: int) -> Iterator[T
 
 def byte_llama(width: int, num_layers: int, length: int) -> Any:
     """A small dense Llama over bytes."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=max(1, width // 32),
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(model_config(num_layers, width, VOCAB_SIZE, context=length))
 
 
 def run(steps: int = 800, capacity: float = 0.125, every: int = 2, seed: int = 0) -> RoutedCausalLM:

@@ -3,11 +3,13 @@
 And `calibrate`, which moves the rule's thresholds so that the realised capacity is the one that was meant.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mixdepth.experts import ExpertLoad, ExpertRouter, probabilities
@@ -42,6 +44,42 @@ class Evaluation(NamedTuple):
     layers: dict[int, LayerRouting]
     loads: dict[int, list[float]]
     """The share of tokens that each expert took, in layers whose experts are routed (`experts=...`)."""
+    rows: tuple["Row", ...]
+    """The losses of each row of the batches."""
+
+    @property
+    def gap(self) -> "Interval":
+        """What causal routing costs: causal minus look-ahead loss, with its interval over the rows."""
+        return interval([row.loss - row.lookahead_loss for row in self.rows], [row.num_labels for row in self.rows])
+
+
+class Row(NamedTuple):
+    """The losses of a row, in nats per token, and how many tokens were to be foretold."""
+
+    loss: float
+    lookahead_loss: float
+    num_labels: float
+
+
+class Interval(NamedTuple):
+    """A mean with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: Sequence[float], weights: Sequence[float]) -> Interval:
+    """The weighted mean of independent values, by the normal approximation.
+
+    >>> interval([1.0, 2.0, 3.0], [1, 1, 1]).mean
+    2.0
+    """
+    number, shares = len(values), [weight / math.fsum(weights) for weight in weights]
+    mean = math.fsum(share * value for share, value in zip(shares, values, strict=True))
+    squares = math.fsum((share * (value - mean)) ** 2 for share, value in zip(shares, values, strict=True))
+    error = 1.96 * math.sqrt(squares * number / max(number - 1, 1))
+    return Interval(mean, mean - error, mean + error)
 
 
 class Calibration(NamedTuple):
@@ -57,37 +95,57 @@ class Calibration(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: RoutedCausalLM, batches: Iterable[Batch]) -> Evaluation:
-    """Evaluate a routed language model, causally and with look-ahead."""
-    model = _checked(model)
+def evaluate(model: Any, batches: Iterable[Batch]) -> Evaluation:
+    """Evaluate a language model, causally and with look-ahead. Of a dense model the two are the same."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     with evaluating(model):
         return _evaluate(model, batches)
 
 
-def _evaluate(model: RoutedCausalLM, batches: Iterable[Batch]) -> Evaluation:
-    losses = torch.zeros(3, dtype=torch.float64)  # causal, look-ahead, label tokens
+def _evaluate(model: Any, batches: Iterable[Batch]) -> Evaluation:
+    rows: list[Tensor] = []
     counts: dict[int, Tensor] = {}
     taken: dict[int, Tensor] = {}
-    capacities = [router.capacity for router in model.depth_routers]
     for batch in batches:
         inputs = _inputs(batch)
-        num_labels = int((inputs["labels"][:, 1:] != -100).sum())
-        if num_labels == 0:
+        labels = inputs.pop("labels")
+        if not (labels[:, 1:] != -100).any():
             continue
-        out: Any = model(**inputs, output_routes=True)
-        with lookahead(model):
-            ahead: Any = model(**inputs)
-        losses += torch.tensor([out.lm_loss * num_labels, ahead.lm_loss * num_labels, num_labels])
-        for index, route, capacity in zip(model.deciding_layers, out.routes, capacities, strict=True):
-            counts[index] = counts.get(index, 0) + _counts(route, capacity)
-        for index, load in _loads(model, out):
-            both = torch.cat([load.taken.sum((0, 1)), load.used.sum()[None]]).double()
-            taken[index] = taken.get(index, 0) + both
-    if not losses[2]:
+        if isinstance(model, RoutedCausalLM):
+            out: Any = model(**inputs, output_routes=True)
+            with lookahead(model):
+                ahead: Any = model(**inputs)
+            _count(model, out, counts, taken)
+        else:
+            out = ahead = model(**inputs, use_cache=False)
+        rows.append(
+            torch.stack([_row_losses(out, labels), _row_losses(ahead, labels), (labels[:, 1:] != -100).sum(1)], 1)
+        )
+    if not rows:
         raise ValueError("there is nothing to evaluate on: the batches hold no labels")
+    table = torch.cat(rows).cpu()  # (N, 3)
+    table = table[table[:, 2] > 0]
+    loss, ahead_loss = (table[:, :2] * table[:, 2:]).sum(0) / table[:, 2].sum()
     layers = {index: _layer_routing(*values.tolist()) for index, values in counts.items()}
     loads = {index: (values[:-1] / values[-1]).tolist() for index, values in taken.items()}
-    return Evaluation((losses[0] / losses[2]).item(), (losses[1] / losses[2]).item(), layers, loads)
+    return Evaluation(loss.item(), ahead_loss.item(), layers, loads, tuple(Row(*row) for row in table.tolist()))
+
+
+def _row_losses(out: Any, labels: Tensor) -> Tensor:
+    """(B,) float64: cross-entropy of each row, per label."""
+    logits, targets = out.logits[:, :-1].float(), labels[:, 1:].to(out.logits.device)
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")  # (B, T - 1)
+    return losses.double().sum(1) / (targets != -100).sum(1).clamp(min=1)
+
+
+def _count(model: RoutedCausalLM, out: Any, counts: dict[int, Tensor], taken: dict[int, Tensor]) -> None:
+    """Add what the layers of a causal pass have chosen."""
+    capacities = [router.capacity for router in model.depth_routers]
+    for index, route, capacity in zip(model.deciding_layers, out.routes, capacities, strict=True):
+        counts[index] = counts.get(index, 0) + _counts(route, capacity)
+    for index, load in _loads(model, out):
+        both = torch.cat([load.taken.sum((0, 1)), load.used.sum()[None]]).double()
+        taken[index] = taken.get(index, 0) + both
 
 
 @torch.no_grad()
@@ -132,7 +190,7 @@ def calibrate(
 
 
 @contextmanager
-def evaluating(model: RoutedCausalLM) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Evaluation mode, and afterwards the mode that was."""
     was_training = model.training
     model.eval()

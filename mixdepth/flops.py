@@ -5,19 +5,25 @@ routers, predictors and logits; embeddings are look-ups and cost nothing. A trai
 forward passes.
 """
 
+import bisect
+import functools
+import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from mixdepth.config import DepthConfig
 from mixdepth.hf import RoutedCausalLM, route
 from mixdepth.hf.architectures import SUPPORTED, decoder_layers, expert_block
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
 from mixdepth.router import Chooser
 from mixdepth.routing import slots
+from mixdepth.shape import model_config
 
 NOT_COUNTED = {
     "diffllama": "its attention takes each product twice",
@@ -151,7 +157,7 @@ def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], se
     The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder.
     """
     if folder is None:
-        config = _config_of(**{name: value for name, value in shape.items() if value is not None})
+        config = model_config(**{name: value for name, value in shape.items() if value is not None})
     elif any(value is not None for value in shape.values()):
         given = next(name for name, value in shape.items() if value is not None)
         raise ValueError(f"{given} has no meaning beside a folder, which has its own shape: leave it out")
@@ -176,20 +182,39 @@ def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], se
             )
 
 
-def _config_of(
-    layers: int = 8, width: int = 256, vocab_size: int = 256, num_experts: int = 0, experts_per_token: int = 2
-) -> Any:
-    for name, value in {"layers": layers, "width": width, "vocab_size": vocab_size}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-    if width % 32:
-        raise ValueError(f"width must be a multiple of 32, the width of a head, not {width}")
-    shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
-    shape |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 32}
-    if num_experts == 0:
-        return LlamaConfig(**shape, intermediate_size=4 * width)
-    if not 1 <= experts_per_token <= num_experts:
-        raise ValueError(f"experts_per_token must be from 1 to num_experts={num_experts}, not {experts_per_token}")
-    share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
-    experts = {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
-    return MixtralConfig(**shape, **experts, intermediate_size=share)
+def find_shape(target: str, depth: DepthConfig | None = None, **shape: int) -> tuple[int, int]:
+    """Layers and width of the model nearest to `params=1.5M` (parameters) or `flops=2M` (of a forward pass, for each
+    token of a window of `context`); `shape` is the rest of `model_config`.
+
+    >>> find_shape("params=1M", context=256)
+    (6, 96)
+    """
+    kind, _, amount = target.partition("=")
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMGB]?)", amount)
+    if kind not in ("params", "flops") or match is None:
+        raise ValueError(f"shape must be as in 'params=1.5M' or 'flops=2M', not {target!r}")
+    goal = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}[match[2]]
+
+    @functools.cache
+    def distance(width: int, layers: int) -> float:
+        """How far from the goal, as a logarithm; negative for what costs less."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config(layers=layers, width=width, **shape))
+            model = model if depth is None else route(model, depth)
+            context = shape["context"]
+            cost = model.num_parameters() if kind == "params" else count_flops(model, context).total / context
+        return math.log(cost / goal) if goal else math.inf
+
+    widths = range(32, 16384, 16)
+    nearest = bisect.bisect(widths, 0.0, key=lambda width: distance(width, _usual_layers(width)))
+    around = widths[max(0, nearest - 2) : nearest + 2]
+    tried = [(width, _usual_layers(width) + more) for width in around for more in (-2, 0, 2)]
+    width, layers = min(((w, n) for w, n in tried if n >= 2), key=lambda shape: abs(distance(*shape)))
+    if abs(distance(width, layers)) > 0.5:
+        raise ValueError(f"no shape is near {target!r}: the nearest has {layers} layers of width {width}")
+    return layers, width
+
+
+def _usual_layers(width: int) -> int:
+    """An even number that grows with the width: 4 at 64, 8 at 128, 12 at 192, 18 at 768, 32 at 2048."""
+    return max(2, 2 * round(min(width / 16, 10 + width / 96) / 2))

@@ -144,7 +144,6 @@ def test_look_ahead_at_top_k_agrees_with_itself():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mixdepth.evaluate(dense(), batches()), "LlamaForCausalLM is not a routed language model"),
         (lambda: mixdepth.calibrate(dense(), batches()), "LlamaForCausalLM is not a routed language model"),
         (
             lambda: mixdepth.calibrate(routed(scheme="random"), batches()),

@@ -1,0 +1,112 @@
+"""The defaults of `mixdepth train`: one grid for dense and routed models, with the same effort for both.
+
+First the learning rate at three sizes, then the other settings, one at a time, at the smallest. Each cell is a
+`mixdepth.train` on the standard library's source; the loss is the held-out one, with causal routing.
+
+    python benchmarks/sweep.py            # resumes; results in benchmarks/sweep.jsonl
+    python benchmarks/sweep.py --shard 0/2 & python benchmarks/sweep.py --shard 1/2
+    python benchmarks/sweep.py --table
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from machine import describe, header, row
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+BUDGETS = {(4, 64): 3e12, (6, 96): 6e12, (8, 128): 8e12}
+"""FLOPs by layers and width."""
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+OTHERS = (
+    {"warmup": 0.02},
+    {"warmup": 0.1},
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.3},
+    {"beta2": 0.99},
+    {"router_learning_rate": 0.3},
+    {"router_learning_rate": 3.0},
+)
+CENTRE = 4e-3
+SEEDS = (0, 1)
+
+
+def cells() -> list[dict]:
+    found = []
+    for layers, width in BUDGETS:
+        for rate in RATES:
+            for kind in ("dense", "routed"):
+                found.append({"kind": kind, "layers": layers, "width": width, "learning_rate": rate, "seed": 0})
+    first = {"layers": 4, "width": 64, "learning_rate": CENTRE}
+    for seed in SEEDS:
+        for other in ({}, *OTHERS):
+            for kind in ("dense", "routed"):
+                is_done = seed == 0 and not other
+                if not is_done and not (kind == "dense" and "router_learning_rate" in other):
+                    found.append({"kind": kind, **first, "seed": seed, **other})
+    return found
+
+
+def run(cell: dict) -> dict:
+    import mixdepth
+
+    settings = {name: value for name, value in cell.items() if name != "kind"}
+    if cell["kind"] == "dense":
+        settings["depth"] = None
+    with tempfile.TemporaryDirectory() as folder:
+        done = mixdepth.train(
+            folder, flops=BUDGETS[cell["layers"], cell["width"]], eval_windows=512, save_every=10**9, **settings
+        )
+        return {**cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
+
+
+def read() -> list[dict]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def table() -> None:
+    results = read()
+    header("layers x width", "kind", "steps", *(f"{rate:g}" for rate in RATES))
+    for layers, width in BUDGETS:
+        for kind in ("dense", "routed"):
+            wanted = {"kind": kind, "layers": layers, "width": width, "seed": 0}
+            found = {rate: _find(results, {**wanted, "learning_rate": rate}) for rate in RATES}
+            steps = next((result["steps"] for result in found.values() if result), "")
+            losses = [f"{result['validation_loss']:.4f}" if result else "" for result in found.values()]
+            row(f"{layers} x {width}", kind, steps, *losses)
+    print()
+    header("4 x 64, other settings", "dense", "routed")
+    for other in ({}, *OTHERS):
+        wanted = {"layers": 4, "width": 64, "learning_rate": CENTRE, **other}
+        texts = []
+        for kind in ("dense", "routed"):
+            found = [_find(results, {**wanted, "kind": kind, "seed": seed}) for seed in SEEDS]
+            texts.append(", ".join(f"{result['validation_loss']:.4f}" for result in found if result))
+        row(" ".join(f"{name} {value}" for name, value in other.items()) or "defaults", *texts)
+
+
+def _find(results: list[dict], cell: dict) -> dict | None:
+    """The result of this cell, and not of one with a further setting."""
+    names = {name for other in OTHERS for name in other}
+    for result in results:
+        if {name: result.get(name) for name in {*cell, *names}} == {name: cell.get(name) for name in {*cell, *names}}:
+            return result
+    return None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the results so far")
+    parser.add_argument("--shard", default="0/1", help="I/N: run every N-th cell, from the I-th")
+    options = parser.parse_args()
+    if options.table:
+        print(describe())
+        table()
+    else:
+        shard, num_shards = map(int, options.shard.split("/"))
+        for index, cell in enumerate(cells()):
+            if index % num_shards == shard and not _find(read(), cell):
+                result = run(cell)
+                with open(RESULTS, "a") as file:
+                    file.write(json.dumps(result) + "\n")

@@ -1,0 +1,157 @@
+"""`evaluate_runs`: models side by side on held-out text."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from mixdepth.data import load_corpus
+from mixdepth.evaluation import Evaluation, Interval, evaluate, interval
+from mixdepth.flops import count_flops
+from mixdepth.hf import RoutedCausalLM
+from mixdepth.loading import Loaded, load
+
+
+class Entry(NamedTuple):
+    """One model's numbers."""
+
+    name: str
+    note: str
+    parameters: int
+    flops_per_token: float | None
+    """Of a forward pass at the configured capacity; None where FLOPs are not counted."""
+    bits_per_nat: float
+    """Bits per byte for each nat per token."""
+    is_routed: bool
+    evaluation: Evaluation
+    text: str  # digest of text, tokenizer and window length: two models with the same can be paired
+
+    def bits_per_byte(self, nats: float) -> float:
+        return nats * self.bits_per_nat
+
+    def to_dict(self) -> dict[str, Any]:
+        found = self.evaluation
+        return {
+            "name": self.name,
+            "note": self.note,
+            "parameters": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "loss": found.loss,
+            "lookahead_loss": found.lookahead_loss,
+            "bits_per_byte": self.bits_per_byte(found.loss),
+            "lookahead_bits_per_byte": self.bits_per_byte(found.lookahead_loss),
+            "causal_minus_lookahead": found.gap._asdict(),
+            "windows": len(found.rows),
+            "layers": {index: {**layer._asdict(), "f1": layer.f1} for index, layer in found.layers.items()},
+            "loads": found.loads,
+        }
+
+
+class Comparison(NamedTuple):
+    """Models side by side, the first the one that the others are measured against."""
+
+    entries: list[Entry]
+
+    def difference(self, entry: Entry) -> Interval | None:
+        """Causal loss minus that of the first model, window by window; None where the windows are not the same."""
+        first = self.entries[0]
+        if entry is first or entry.text != first.text:
+            return None
+        pairs = list(zip(entry.evaluation.rows, first.evaluation.rows, strict=True))
+        return interval([a.loss - b.loss for a, b in pairs], [a.num_labels for a, _ in pairs])
+
+    def to_dict(self) -> dict[str, Any]:
+        models = []
+        for entry in self.entries:
+            difference = self.difference(entry)
+            versus = None if difference is None else difference._asdict()
+            models.append({**entry.to_dict(), "difference_to_first": versus})
+        return {"models": models}
+
+    def __str__(self) -> str:
+        """A table, one column for each model."""
+        rows: list[list[str]] = [["", *(entry.name for entry in self.entries)]]
+        rows.append(["parameters", *(f"{entry.parameters:,}" for entry in self.entries)])
+        costs = [entry.flops_per_token for entry in self.entries]
+        rows.append(["FLOPs per token", *("not counted" if cost is None else f"{cost:,.0f}" for cost in costs)])
+        found = [entry.evaluation for entry in self.entries]
+        rows.append(["loss (nats per token)", *(f"{e.loss:.4f}" for e in found)])
+        rows.append(["  with look-ahead", *(f"{e.lookahead_loss:.4f}" for e in found)])
+        gaps = [_with_interval(e.evaluation.gap) if e.is_routed else "" for e in self.entries]
+        rows.append(["  causal - look-ahead", *gaps])
+        rows.append(["bits per byte", *(f"{e.bits_per_byte(e.evaluation.loss):.4f}" for e in self.entries)])
+        rows.append(
+            ["  with look-ahead", *(f"{e.bits_per_byte(e.evaluation.lookahead_loss):.4f}" for e in self.entries)]
+        )
+        if len(self.entries) > 1:
+            differences = [self.difference(entry) for entry in self.entries]
+            cells = ["-" if d is None else _with_interval(d) for d in differences]
+            rows.append([f"loss - {self.entries[0].name}", *cells])
+        capacities = [" ".join(f"{layer.capacity:.1%}" for layer in e.layers.values()) for e in found]
+        rows.append(["realised capacity", *capacities])
+        rows.append(["F1 against top-k", *(" ".join(f"{layer.f1:.2f}" for layer in e.layers.values()) for e in found)])
+        rows.append(["windows", *(f"{len(e.rows):,}" for e in found)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join([*lines, *(entry.note for entry in self.entries if entry.note)])
+
+
+def evaluate_runs(
+    names: Sequence[str],
+    *,
+    corpus: str | None = None,
+    text_field: str = "text",
+    context: int | None = None,
+    windows: int | None = None,
+    batch_size: int = 16,
+) -> Comparison:
+    """Evaluate runs, folders or models of the hub on held-out text, the same for each of them.
+
+    A run brings its own corpus and context. For a `corpus` given here, or where a model is no run, all of its text
+    is used. `windows` takes that many of the windows, evenly spaced. Numbers do not change from call to call.
+    """
+    if not names:
+        raise ValueError("there is nothing to evaluate: name at least one run")
+    loaded = [load(name) for name in names]
+    entries = []
+    for name, model in zip(names, loaded, strict=True):
+        entries.append(_evaluate(name, model, corpus, text_field, context, windows, batch_size))
+    return Comparison(entries)
+
+
+def _evaluate(
+    name: str, loaded: Loaded, source: str | None, text_field: str, context: int | None, windows: int | None, batch: int
+) -> Entry:
+    model, tokenizer, run, note = loaded
+    if run is not None:
+        settings = run.settings
+        source, text_field = source or settings.corpus, settings.text_field if source is None else text_field
+        text = load_corpus(source, settings.tokenizer, text_field=text_field, validation=settings.validation)
+        context = context or settings.context
+    elif source is None:
+        raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
+    else:
+        text = load_corpus(source, name, text_field=text_field)
+        context = context or min(1024, getattr(model.config, "max_position_embeddings", None) or 1024)
+    side = text.validation
+    if run is not None and run.about["corpus_digest"] != text.digest and source == run.settings.corpus:
+        raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another by --corpus")
+    chosen = side.windows(context).spread(windows)
+    if not len(chosen):
+        raise ValueError(f"the held-out text of {source!r} is shorter than a window of {context} tokens")
+    if len(tokenizer) != len(text.tokenizer):
+        raise ValueError(f"{name!r} has a tokenizer with another vocabulary than the one that it was trained with")
+    device = next(model.parameters()).device
+    batches = (part.to(device) for part in tqdm([*chosen.batches(batch)], desc=name, unit="batch", leave=False))
+    found = evaluate(model, batches)
+    try:
+        flops = count_flops(model, context).total / context
+    except ValueError:  # not every architecture is counted
+        flops = None
+    is_routed = isinstance(model, RoutedCausalLM)
+    key = f"{text.digest}/{context}/{len(chosen)}"
+    return Entry(name, note, model.num_parameters(), flops, side.bits_per_nat, is_routed, found, key)
+
+
+def _with_interval(value: Interval) -> str:
+    return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"

@@ -1,0 +1,237 @@
+"""Text to token windows: a corpus is read once, tokenised once, and memory-mapped from then on.
+
+Documents are split into training and validation by their content, so that the same text never lies on both
+sides. The tokens of a side stand in one file, documents one after the other; a window is a stretch of it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from mixdepth.files import write_json
+from mixdepth.sources import Documents, open_source
+from mixdepth.tokens import make_tokenizer
+
+SIDES = ("train", "validation")
+MIN_DOCUMENTS = 20
+"""A corpus of fewer documents, such as a single file, is cut at line ends into parts, and these are split."""
+NUM_PARTS = 200
+CACHE_FORMAT = 1
+
+
+class Side(NamedTuple):
+    """Training or validation: how much text it is, and where its tokens are."""
+
+    tokens: np.ndarray[Any, np.dtype[Any]]  # (num_tokens,) on disk
+    num_documents: int
+    num_bytes: int
+
+    @property
+    def bits_per_nat(self) -> float:
+        """Bits per byte are this many times the nats per token, over the whole of the text."""
+        return len(self.tokens) / self.num_bytes / math.log(2)
+
+    def windows(self, length: int) -> "Windows":
+        return Windows(self.tokens, length)
+
+
+class Corpus(NamedTuple):
+    """A tokenised corpus."""
+
+    name: str
+    digest: str  # of text, split and tokenizer
+    tokenizer: Any
+    train: Side
+    validation: Side
+
+
+class Windows(Dataset[Tensor]):
+    """Stretches of `length` tokens that do not overlap; what remains at the end is left out."""
+
+    def __init__(self, tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> None:
+        self.rows = tokens[: len(tokens) // length * length].reshape(-1, length)  # (N, T), still on disk
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.rows[index].astype(np.int64))
+
+    def spread(self, number: int | None) -> "Windows":
+        """At most `number` of the windows, evenly spaced."""
+        if number is None or number >= len(self):
+            return self
+        chosen = Windows(self.rows[:0].reshape(-1), self.rows.shape[1])
+        chosen.rows = self.rows[np.linspace(0, len(self) - 1, number).round().astype(np.int64)]
+        return chosen
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        """(batch_size, T), the last one perhaps smaller, in order."""
+        for start in range(0, len(self), batch_size):
+            yield torch.from_numpy(self.rows[start : start + batch_size].astype(np.int64))
+
+
+def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = torch.stack(rows)  # (B, T)
+    return {"input_ids": ids, "labels": ids}
+
+
+def load_corpus(
+    source: str,
+    tokenizer: str = "bytes",
+    *,
+    text_field: str = "text",
+    validation: float = 0.1,
+    cache: str | None = None,
+) -> Corpus:
+    """Read, split and tokenise a corpus, or find it in the cache.
+
+    `source` is `stdlib` (the Python standard library's source), a text file, a folder, a glob, a .jsonl or
+    .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]`. Of the last four `text_field` is used.
+    `validation` is the share of the text that is held out.
+    """
+    if not 0 < validation < 1:
+        raise ValueError(f"validation must be a share between 0 and 1, not {validation}")
+    documents = open_source(source, text_field)
+    digests, sizes = _survey(documents, source)
+    if len(digests) < MIN_DOCUMENTS:
+        documents = _cut(documents, max(1, sum(sizes) // NUM_PARTS))
+        digests, sizes = _survey(documents, source)
+    key = _digest(json.dumps([CACHE_FORMAT, _digest(*digests), _tokenizer_key(tokenizer), validation]).encode())
+    readable = re.sub(r"[^\w.-]", "_", source)[-40:]
+    folder = Path(cache or cache_folder()) / f"{readable}-{key[:16]}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                held_out = _held_out(digests, sizes, validation)
+                _tokenise(documents, [digest in held_out for digest in digests], sum(sizes), tokenizer, folder)
+    except OSError as error:
+        raise OSError(
+            f"the token cache {str(folder)!r} cannot be written ({error.strerror or error}): make room, or name "
+            "another folder in MIXDEPTH_CACHE"
+        ) from error
+    return _open(source, key, folder)
+
+
+def cache_folder() -> str:
+    """MIXDEPTH_CACHE, or `mixdepth` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("MIXDEPTH_CACHE") or os.path.join(home, "mixdepth")
+
+
+def _survey(documents: Documents, source: str) -> tuple[list[bytes], list[int]]:
+    """Digest and size of each document."""
+    digests, sizes = [], []
+    for text in documents():
+        digests.append(hashlib.sha256(text).digest())
+        sizes.append(len(text))
+    if not sum(sizes):
+        raise ValueError(f"corpus {source!r} is empty: there is no text in it")
+    return digests, sizes
+
+
+def _cut(documents: Documents, size: int) -> Documents:
+    """Parts of at least `size` bytes that end with a line."""
+
+    def parts() -> Iterator[bytes]:
+        for text in documents():
+            start = 0
+            while start < len(text):
+                end = text.find(b"\n", start + size - 1) + 1 or len(text)
+                yield text[start:end]
+                start = end
+
+    return parts
+
+
+def _held_out(digests: list[bytes], sizes: list[int], share: float) -> set[bytes]:
+    """Documents in the order of their digests, which is as good as random, until the share is reached."""
+    chosen: set[bytes] = set()
+    num_bytes, limit = 0, share * sum(sizes)
+    for digest, size in sorted(zip(digests, sizes, strict=True)):
+        if num_bytes >= limit and digest not in chosen:
+            break
+        chosen.add(digest)
+        num_bytes += size
+    if len(chosen) == len(set(digests)) and len(chosen) > 1:
+        chosen.remove(max(chosen))
+    return chosen
+
+
+def _tokenise(documents: Documents, is_held_out: list[bool], num_bytes: int, name: str, folder: Path) -> None:
+    """Write tokens, tokenizer and counts aside, then put them in place at once."""
+    for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed: the lock is ours
+        shutil.rmtree(leftover)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for_training = zip(documents(), is_held_out, strict=True)
+        tokenizer = make_tokenizer(name, (text.decode() for text, held_out in for_training if not held_out))
+        dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        counts = {side: {"documents": 0, "bytes": 0, "tokens": 0} for side in SIDES}
+        files = {side: open(aside / f"{side}.bin", "wb") for side in SIDES}  # noqa: SIM115
+        bar = tqdm(total=num_bytes, desc="tokenising", unit="B", unit_scale=True, mininterval=1, leave=False)
+        pairs = zip(documents(), is_held_out, strict=True)
+        while group := list(islice(pairs, 64)):
+            for (text, held_out), ids in zip(group, _encode(name, tokenizer, [text for text, _ in group]), strict=True):
+                side = SIDES[held_out]
+                files[side].write(np.concatenate([ids, end]).astype(dtype).tobytes())
+                for unit, number in {"documents": 1, "bytes": len(text), "tokens": len(ids) + len(end)}.items():
+                    counts[side][unit] += number
+                bar.update(len(text))
+        bar.close()
+        for file in files.values():
+            file.close()
+        tokenizer.save_pretrained(aside / "tokenizer")
+        write_json(aside / "meta.json", {"dtype": dtype, "sides": counts})
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _encode(name: str, tokenizer: Any, texts: list[bytes]) -> list[Any]:
+    if name == "bytes":  # its ids are the bytes themselves
+        return [np.frombuffer(text, np.uint8) for text in texts]
+    encoded: list[Any] = tokenizer([text.decode() for text in texts], add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+def _open(source: str, key: str, folder: Path) -> Corpus:
+    meta = json.loads((folder / "meta.json").read_text())
+    sides = {}
+    for side, counts in meta["sides"].items():
+        size = counts["tokens"]
+        file = folder / f"{side}.bin"
+        if file.stat().st_size != size * np.dtype(meta["dtype"]).itemsize:
+            raise ValueError(f"the token cache {str(folder)!r} is damaged: delete it, and it is made again")
+        tokens = np.memmap(file, meta["dtype"], "r", shape=(size,)) if size else np.zeros(0, meta["dtype"])
+        sides[side] = Side(tokens, counts["documents"], counts["bytes"])
+    return Corpus(source, key, AutoTokenizer.from_pretrained(folder / "tokenizer"), **sides)
+
+
+def _tokenizer_key(name: str) -> str:
+    """A tokenizer's folder may change under its name: then its content is the key."""
+    file = Path(name) / "tokenizer.json"
+    return _digest(file.read_bytes()) if file.is_file() else name
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()

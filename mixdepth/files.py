@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all, and a clear word where they do not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write aside, then rename: whoever reads the file reads all of it."""
+    aside = Path(f"{path}.part")
+    with open(aside, "w") as file:
+        file.write(as_json(value))
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is damaged ({error}): restore it or train anew in another folder") from error

@@ -1,0 +1,143 @@
+"""`generate`: text from a run, a folder or a model of the hub, and the routes that its tokens took."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TextStreamer
+
+from mixdepth.hf import RoutedCausalLM
+from mixdepth.loading import load
+
+COLOURS = (240, 67, 37, 35, 70, 142, 208, 196)
+"""Of a terminal with 256 colours, from tokens that skipped all routed layers to those that took them all."""
+
+
+class Text(NamedTuple):
+    """A prompt and what follows it."""
+
+    prompt: str
+    completion: str
+    pieces: tuple[str, ...]
+    """All of the text, cut into pieces: tokens, or several where only together they are characters."""
+    depths: tuple[float, ...] | None
+    """How many routed layers each piece went through; None without `show_routes`."""
+    num_routed: int
+
+    def colour(self) -> str:
+        """The text for a terminal, each piece coloured by its depth."""
+        assert self.depths is not None
+        return "".join(
+            paint(piece, depth, self.num_routed) for piece, depth in zip(self.pieces, self.depths, strict=True)
+        )
+
+
+def generate(
+    model: Any,
+    prompts: str | Sequence[str],
+    *,
+    tokenizer: Any = None,
+    show_routes: bool = False,
+    seed: int | None = None,
+    stream: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[Text]:
+    """Continue the prompts, all at once: `generate("runs/mod", "def f(", max_new_tokens=50, temperature=0.8)`.
+
+    `model` is a run, a folder or a name of the hub, or a model with its `tokenizer`. `options` are those of
+    transformers' `generate`; `stream` is called with the first prompt's text as it comes.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts or not all(prompts):
+        raise ValueError("give at least one prompt, and none that is empty")
+    if isinstance(model, str | os.PathLike):
+        model, tokenizer, *_ = load(str(model))
+    if tokenizer is None:
+        raise ValueError("a model that is given as an object needs its tokenizer too")
+    if show_routes and not (isinstance(model, RoutedCausalLM) and model.depth_routers):
+        raise ValueError(f"{type(model).__name__} has no routed layers: there are no routes to show")
+    if seed is not None:
+        torch.manual_seed(seed)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    batch = batch.to(next(model.parameters()).device)
+    if model.generation_config.eos_token_id is None:
+        options.setdefault("eos_token_id", tokenizer.eos_token_id)
+    options.setdefault("pad_token_id", tokenizer.pad_token_id)
+    streamer = None if stream is None else FirstRow(tokenizer, stream)
+    try:
+        ids = model.generate(**batch, streamer=streamer, **options)  # (B, T)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    num_given = batch["input_ids"].shape[1]
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, num_given:])], 1).bool()
+    stops = options.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = torch.isin(ids[:, num_given:], torch.tensor([] if stops is None else stops, dtype=ids.dtype)).int()
+    mask[:, num_given:] &= ends.cumsum(1) - ends == 0  # what follows the end of a row is padding
+    depths = _depths(model, ids, mask) if show_routes else None  # (B, T)
+    texts = []
+    for row, prompt in enumerate(prompts):
+        kept = mask[row]
+        completion = tokenizer.decode(ids[row, num_given:][kept[num_given:]], skip_special_tokens=True)
+        tokens = ids[row][kept].tolist()
+        counts = None if depths is None else depths[row][kept].tolist()
+        pieces, means = _pieces(tokenizer, tokens, counts)
+        num_routed = len(model.depth_routers) if isinstance(model, RoutedCausalLM) else 0
+        texts.append(Text(prompt, completion, pieces, means, num_routed))
+    return texts
+
+
+class FirstRow(TextStreamer):
+    """transformers' streamer, which takes one row, on the first of several."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=False, skip_special_tokens=True)
+        self.write = write
+        self.is_finished = False
+
+    def put(self, value: Any) -> None:
+        row = value[:1]
+        if not self.is_finished:
+            super().put(row)
+        self.is_finished |= value.ndim == 1 and row.item() == self.tokenizer.eos_token_id
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text + ("\n" if stream_end else ""))
+
+
+@torch.no_grad()
+def _depths(model: RoutedCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, T): through how many routed layers each token went; one causal pass routes as all the steps did."""
+    out: Any = model(input_ids=ids, attention_mask=mask.long(), output_routes=True, routing="causal")
+    return torch.stack([route.mask for route in out.routes]).sum(0)
+
+
+def _pieces(
+    tokenizer: Any, ids: list[int], counts: list[int] | None
+) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """The text in pieces that are whole characters, and the mean count of each."""
+    pieces, means, start = [], [], 0
+    for end in range(1, len(ids) + 1):
+        piece = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+        if piece.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            continue  # a character whose other bytes are still to come
+        pieces.append(piece)
+        if counts is not None:
+            means.append(sum(counts[start:end]) / (end - start))
+        start = end
+    return tuple(pieces), None if counts is None else tuple(means)
+
+
+def paint(piece: str, depth: float, num_routed: int) -> str:
+    if os.environ.get("NO_COLOR"):
+        return f"{piece}\u00b7{depth:.0f} " if piece.strip() else piece
+    colour = COLOURS[round(depth / num_routed * (len(COLOURS) - 1))]
+    return f"\x1b[38;5;{colour}m{piece}\x1b[0m"
+
+
+def legend(num_routed: int) -> str:
+    """Which colour says what."""
+    shades = [paint(str(depth), depth, num_routed) for depth in range(num_routed + 1)]
+    return f"routed layers that a token went through, of {num_routed}: {' '.join(shades)}"

@@ -1,0 +1,198 @@
+"""A run's folder: its settings, its metrics, its checkpoints, and at the end its model.
+
+```
+run.json            the settings, and what follows from them
+metrics.jsonl       losses and counts; the same to the bit however often the run was interrupted
+timings.jsonl       how fast it was
+checkpoint-100/     what it takes to go on from step 100; it counts once complete.json is there
+config.json, model.safetensors, tokenizer.json ...   the trained model, as transformers reads it
+result.json         the last file to appear: the run is finished
+```
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mixdepth.files import read_json, write_json
+from mixdepth.settings import MAY_DIFFER, TrainConfig
+
+SETTINGS, METRICS, TIMINGS, RESULT = "run.json", "metrics.jsonl", "timings.jsonl", "result.json"
+MARKER = "complete.json"
+PREFIX = "checkpoint-"
+NUM_KEPT = 2
+"""Checkpoints that are kept: the newest, and one to fall back to."""
+
+
+class Run:
+    """A run's folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def settings(self) -> TrainConfig:
+        return TrainConfig.from_dict(self.about["settings"])
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What run.json says."""
+        about: dict[str, Any] = read_json(self.folder / SETTINGS)
+        return about
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What a finished run came to; None while it is not finished."""
+        path = self.folder / RESULT
+        return read_json(path) if path.exists() else None
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / METRICS).read_text().splitlines()]
+
+    @contextmanager
+    def open(self, about: dict[str, Any]) -> Iterator[None]:
+        """Make the folder, or find the run that `about` describes in it; within this context it is nobody else's."""
+        path = self.folder
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{str(path)!r} is a file, not the folder of a run: choose another --out")
+        if path.is_dir() and any(path.iterdir()) and not (path / SETTINGS).exists():
+            leftovers = {".lock", f"{SETTINGS}.part"}
+            others = sorted(file.name for file in path.iterdir() if file.name not in leftovers)
+            if others:
+                raise ValueError(
+                    f"{str(path)!r} holds {others[0]!r} and no {SETTINGS}: it is no run's folder; choose another --out"
+                )
+        lock = FileLock(path / ".lock")
+        try:
+            with writing(path):
+                path.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(f"another process is training in {str(path)!r}: wait for it, or stop it") from error
+        try:
+            if (path / SETTINGS).exists():
+                self._check_same(about)
+            else:
+                with writing(path):
+                    write_json(path / SETTINGS, about)
+            yield
+        finally:
+            lock.release()
+
+    def _check_same(self, about: dict[str, Any]) -> None:
+        old = self.about
+        before, now = _flat(old["settings"]), _flat(about["settings"])
+        differing = [name for name in now if before.get(name) != now[name] and name not in MAY_DIFFER]
+        if differing:
+            changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
+            raise ValueError(f"{str(self.folder)!r} holds a run with other settings: {changes}. Choose another --out")
+        if old["corpus_digest"] != about["corpus_digest"]:
+            raise ValueError(
+                f"the corpus {now['corpus']!r} or its tokenizer is no longer what {str(self.folder)!r} was trained on: "
+                "choose another --out"
+            )
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        found = [path for path in self.folder.glob(f"{PREFIX}*") if (path / MARKER).is_file()]
+        return sorted(found, key=step_of)
+
+    def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that is whole, and a sentence for each newer one that is not."""
+        damaged: list[str] = []
+        for path in reversed(self.checkpoints()):
+            problem = damage(path)
+            if problem is None:
+                return path, damaged
+            damaged.append(f"{path.name} is damaged ({problem})")
+        return None, damaged
+
+    def go_back_to(self, checkpoint: Path | None) -> None:
+        """Forget what came after the checkpoint: later lines of the logs, later or unfinished checkpoints."""
+        marker = {} if checkpoint is None else read_json(checkpoint / MARKER)
+        for name in (METRICS, TIMINGS):
+            path = self.folder / name
+            path.touch()
+            if path.stat().st_size < marker.get(name, 0):
+                raise ValueError(f"{str(path)!r} is shorter than {checkpoint} left it: it was changed; restore it")
+            os.truncate(path, marker.get(name, 0))
+        for path in self.folder.glob(f"{PREFIX}*"):
+            if not (path / MARKER).is_file():
+                shutil.rmtree(path)
+            elif checkpoint is None or step_of(path) > step_of(checkpoint):
+                shutil.rmtree(self.folder / f"damaged-{path.name}", ignore_errors=True)
+                path.rename(self.folder / f"damaged-{path.name}")
+
+    def complete(self, checkpoint: Path) -> None:
+        """Write the marker of a checkpoint whose files are all there, then let go of old ones."""
+        files = {}
+        for path in sorted(checkpoint.rglob("*")):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    files[str(path.relative_to(checkpoint))] = hashlib.file_digest(file, "sha256").hexdigest()
+                    os.fsync(file.fileno())
+        lengths = {name: (self.folder / name).stat().st_size for name in (METRICS, TIMINGS)}
+        write_json(checkpoint / MARKER, {"files": files, **lengths})
+        for path in self.checkpoints()[:-NUM_KEPT]:
+            (path / MARKER).unlink()  # first: a folder that is half deleted must not count
+            shutil.rmtree(path)
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        with writing(self.folder / name), open(self.folder / name, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in writing, in one sentence: each library has its own kind of error for a full disk."""
+    try:
+        yield
+    except Timeout:  # an OSError too
+        raise
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
+        raise OSError(
+            f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: make room or choose "
+            "another folder, and the same command goes on from there"
+        ) from error
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, if anything."""
+    try:
+        files = read_json(checkpoint / MARKER)["files"]
+        for name, digest in files.items():
+            with open(checkpoint / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError) as error:
+        return str(error)
+    return None
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

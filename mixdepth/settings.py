@@ -1,0 +1,183 @@
+"""TrainConfig: every setting of a training run in one frozen value, validated and JSON-ready. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from mixdepth.config import DepthConfig, check_integer, is_number
+
+Engine = Literal["ddp", "fsdp"]
+
+MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size")
+"""Settings of how a run is computed, not of what: a run may be resumed with others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run: what is trained, on what, for how long.
+
+    >>> TrainConfig(steps=100, depth=None).batch_size
+    8
+    """
+
+    corpus: str = "stdlib"
+    """What to train on: `stdlib` (the Python standard library's source), a text file, a folder, a glob, a .jsonl or
+    .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]` for one of the hub."""
+
+    text_field: str = "text"
+    """Where the text is in JSONL, parquet and datasets."""
+
+    tokenizer: str = "bytes"
+    """`bytes`; `bpe:SIZE`, trained on the corpus; or a Hugging Face tokenizer's name or folder."""
+
+    validation: float = 0.1
+    """Share of the text that is held out, by whole documents."""
+
+    context: int = 256
+    """Tokens in a window, over which a routed layer takes its top k."""
+
+    layers: int = 8
+    """How many decoder layers."""
+
+    width: int = 256
+    """Width of the model, a multiple of 16."""
+
+    shape: str | None = None
+    """In place of `layers` and `width`: `params=1.5M` or `flops=2M` (of a forward pass, for each token) finds the
+    shape nearest to it."""
+
+    num_experts: int = 0
+    """Experts of a Mixtral; 0 is a Llama."""
+
+    experts_per_token: int = 2
+    """Experts that a token goes through."""
+
+    depth: DepthConfig | None = field(default_factory=DepthConfig)
+    """How tokens are routed; None is the dense model."""
+
+    flops: float | None = None
+    """Budget in training FLOPs (three forward passes for each window, with attention, logits, routers and
+    predictors). Give this, `tokens` or `steps`."""
+
+    tokens: float | None = None
+    """Budget in tokens."""
+
+    steps: int | None = None
+    """Budget in optimizer steps."""
+
+    batch_size: int = 8
+    """Windows in an optimizer step, over all processes and micro-batches."""
+
+    micro_batch_size: int | None = None
+    """Windows in one pass of one process; fewer need less memory. None is all of a process's share."""
+
+    learning_rate: float | None = None
+    """Peak of the learning rate. None is the rule in docs/train.md: by size, tuned for dense and routed alike."""
+
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 at the last step."""
+
+    weight_decay: float = 0.1
+    """Of weight matrices. Norms, biases and routers have none."""
+
+    beta2: float = 0.95
+    """AdamW's second momentum; the first is 0.9."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+
+    router_learning_rate: float = 1.0
+    """Learning rate of routers and predictors, as a multiple of the model's."""
+
+    capacity_steps: int = 0
+    """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; 0 starts at the target."""
+
+    seed: int = 0
+    """Of weights and of the order of the windows."""
+
+    bf16: bool = False
+    """Compute in bfloat16 under autocast; weights and routers stay in float32."""
+
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping its activations."""
+
+    engine: Engine = "ddp"
+    """Over several processes (torchrun): replicate the model (`ddp`) or shard it (`fsdp`)."""
+
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+
+    save_every: int | None = None
+    """Steps between two checkpoints; None is a tenth of the run."""
+
+    eval_every: int | None = None
+    """Steps between two evaluations; None evaluates once, at the end."""
+
+    eval_windows: int | None = 256
+    """Windows of the validation text in an evaluation, evenly spaced; None is all of them."""
+
+    report_to: tuple[str, ...] = ()
+    """Trackers of transformers, such as `tensorboard`; metrics.jsonl is always written."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "layers", "width", "batch_size", "log_every", "experts_per_token"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in ("micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        for name in ("num_experts", "capacity_steps", "seed"):
+            check_integer(name, getattr(self, name), minimum=0)
+        if self.context < 2:
+            raise ValueError(f"context must be at least 2, not {self.context}: the first token of a window is given")
+        for name in ("learning_rate", "flops", "tokens", "router_learning_rate", "beta2"):
+            self._check_number(name, positive=True)
+        for name in ("weight_decay", "max_grad_norm", "warmup"):
+            self._check_number(name, positive=False)
+        for name in ("validation", "warmup", "beta2"):
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name} must be below 1, not {getattr(self, name)}")
+        for name in ("bf16", "compile", "gradient_checkpointing"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, not {self.engine!r}")
+        budgets = [name for name in ("flops", "tokens", "steps") if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            raise ValueError(f"give one budget of flops, tokens and steps, not {' and '.join(budgets) or 'none'}")
+        object.__setattr__(self, "report_to", tuple(self.report_to))
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch_size={self.micro_batch_size}, not {self.batch_size}"
+            )
+        if self.capacity_steps and self.depth is None:
+            raise ValueError("capacity_steps has no meaning for a dense model: leave it out")
+        if self.capacity_steps and self.depth is not None and not isinstance(self.depth.capacity, float | int):
+            raise ValueError("capacity_steps needs one capacity for all layers, not a list")
+
+    def _check_number(self, name: str, positive: bool) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise ValueError(f"{name} must be a {'positive ' if positive else ''}number, not {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = asdict(self)
+        settings["report_to"] = list(self.report_to)
+        settings["depth"] = None if self.depth is None else self.depth.to_dict()
+        return settings
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "TrainConfig":
+        known = [setting.name for setting in fields(cls)]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"there is no training setting {unknown[0]!r}; the settings are {', '.join(known)}")
+        settings = dict(settings)
+        if isinstance(settings.get("depth"), Mapping):
+            settings["depth"] = DepthConfig.from_dict(settings["depth"])
+        return cls(**settings)

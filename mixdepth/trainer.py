@@ -1,0 +1,348 @@
+"""transformers' Trainer for dense and routed models: exact FLOPs, logs of routing, checkpoints that resume to the bit.
+
+What is overridden is here, and nothing else: the loop, the schedule, gradient accumulation, mixed precision,
+compilation and DDP are transformers' and accelerate's, sharding and its checkpoints are torch's.
+"""
+
+import math
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from mixdepth.evaluation import evaluate
+from mixdepth.hf import RoutedCausalLM, UpdateRouters, set_capacity
+from mixdepth.hf.architectures import decoder_layers
+from mixdepth.run import METRICS, PREFIX, TIMINGS, Run, step_of, writing
+from mixdepth.schedule import Schedule
+from mixdepth.statistics import describe, routing_counts
+
+ROUTING_LOSSES = ("predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
+LOSSES = ("loss", "lm_loss", *ROUTING_LOSSES)
+ROUTER = "depth_router"
+STATE_FOLDER = "state"
+
+
+class DepthTrainer(Trainer):
+    """Trains one run, in its folder."""
+
+    optimizer: Any
+    control: Any
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        *,
+        run: Run,
+        schedule: Schedule,
+        router_learning_rate: float = 1.0,
+        shard: bool = False,
+        peak: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        callbacks: list[TrainerCallback] = [LogAtCheckpoints()]
+        if isinstance(model, RoutedCausalLM):
+            callbacks += [UpdateRouters(), FollowSchedule(schedule)]
+        super().__init__(model, args, callbacks=callbacks, **kwargs)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.run, self.schedule, self.router_learning_rate, self.peak = run, schedule, router_learning_rate, peak
+        self.vocab_size = model.config.vocab_size
+        self.sums: dict[str, Any] = {}
+        self.clock = Clock()
+        if shard:
+            for layer in decoder_layers(model):
+                fully_shard(layer)
+            fully_shard(model)
+            self.is_distributed_loading_by_transformers = (
+                True  # placed and reduced already: accelerate must not wrap it
+            )
+        if self.is_world_process_zero():
+            self.add_callback(Progress(self))
+        self.add_callback(self.clock)
+
+    # --- what is optimised, and what is counted ---
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        num_items = kwargs["num_items_in_batch"]
+        is_routed = isinstance(self.model, RoutedCausalLM)
+        if is_routed and model.training and self._is_logged_step():
+            inputs = {**inputs, "output_routes": True}
+        kwargs["return_outputs"] = True
+        loss, out = super().compute_loss(model, inputs, *args, **kwargs)
+        # A micro-batch's part of the mean over the whole batch: the model's losses are normalised so already.
+        share = (inputs["labels"][..., 1:] != -100).sum() / num_items
+        parts = {name: share * out[name] for name in ROUTING_LOSSES if is_routed and out.get(name) is not None}
+        parts["loss"] = loss / self.accelerator.num_processes  # as which the Trainer has multiplied it
+        if is_routed:
+            parts["lm_loss"] = out.lm_loss
+        for name, part in parts.items():
+            self.sums[name] = self.sums.get(name, 0) + part.detach()
+        if is_routed and out.routes:
+            counts = routing_counts(out.routes, self.model.depth_routers, inputs["input_ids"], self.vocab_size)
+            self.sums["counts"] = self.sums.get("counts", 0) + counts
+        return loss
+
+    def _is_logged_step(self) -> bool:
+        step = self.state.global_step + 1
+        every = (self.args.logging_steps, self.args.save_steps, self.state.max_steps)
+        return step == 1 or any(step % number == 0 for number in every)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """FLOPs of a training step: three forward passes, of what routing leaves of them."""
+        return self.schedule.flops_at(self.state.global_step, len(inputs["input_ids"]))
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """AdamW with three groups: matrices that decay, vectors that do not, and routers."""
+        if self.optimizer is None:
+            decaying = set(self.get_decay_parameter_names(self.model))
+            groups: dict[str, list[Any]] = {"matrices": [], "vectors": [], "routers": []}
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    kind = "routers" if ROUTER in name else "matrices" if name in decaying else "vectors"
+                    groups[kind].append(parameter)
+            optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            rate = {"lr": options["lr"] * self.router_learning_rate}
+            decay = {"matrices": self.args.weight_decay}
+            self.optimizer = optimizer(
+                [
+                    {"params": parameters, "weight_decay": decay.get(kind, 0.0), **(rate if kind == "routers" else {})}
+                    for kind, parameters in groups.items()
+                    if parameters
+                ],
+                **options,
+            )
+        return self.optimizer
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    # --- what is told ---
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """A line of metrics.jsonl and one of timings.jsonl, and the same numbers to whoever listens."""
+        if "loss" not in logs:  # the summary of a call, which knows nothing of the calls before it
+            return
+        names = [name for name in LOSSES if name in self.sums]
+        losses = torch.stack([self.sums[name].double() for name in names])
+        losses = losses / (self.state.global_step - self.clock.step)
+        counts = self.sums.get("counts")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(losses)
+            if counts is not None:
+                torch.distributed.all_reduce(counts)
+        self.sums = {}
+        metrics: dict[str, Any] = {
+            "step": self.state.global_step,
+            "tokens": self.state.global_step * self.schedule.tokens_per_step,
+            "flops": int(self.state.total_flos),
+            **dict(zip(names, losses.tolist(), strict=True)),
+            "grad_norm": logs["grad_norm"],
+            "learning_rate": logs["learning_rate"],
+        }
+        if not math.isfinite(metrics["loss"]):
+            raise ValueError(
+                f"the loss is {metrics['loss']} at step {self.state.global_step}: the run has diverged; "
+                "train anew with a lower learning_rate"
+            )
+        if counts is not None:
+            metrics["layers"] = {"index": self.model.deciding_layers, **describe(counts)}
+            metrics["layers"]["target"] = [router.capacity for router in self.model.depth_routers]
+        timings = self.clock.read(self.state.global_step, self.schedule.tokens_per_step, metrics["flops"], self.peak)
+        self._tell(metrics, timings)
+
+    def _tell(self, metrics: dict[str, Any], timings: dict[str, Any] | None = None) -> None:
+        if self.is_world_process_zero():
+            self.run.append(METRICS, metrics)
+            if timings is not None:
+                self.run.append(TIMINGS, timings)
+        flat = {**metrics, **(timings or {})}
+        layers = flat.pop("layers", {})
+        for name in layers.keys() - {"index"}:
+            flat |= {f"layer_{i}/{name}": value for i, value in zip(layers["index"], layers[name], strict=True)}
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, flat)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Causal and look-ahead loss on the validation windows; alike on all processes, as sharded layers need it."""
+        device = next(self.model.parameters()).device
+        batches = (batch.to(device) for batch in self.eval_dataset.batches(self.args.per_device_eval_batch_size))
+        found = evaluate(self.model, batches)
+        metrics = {"step": self.state.global_step, "validation_loss": found.loss}
+        if isinstance(self.model, RoutedCausalLM):
+            metrics["validation_lookahead_loss"] = found.lookahead_loss
+        self._tell(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- checkpoints ---
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Weights and optimizer by torch's DCP in safetensors, the rest as the Trainer has it; the marker last."""
+        folder = self.run.folder / f"{PREFIX}{self.state.global_step}"
+        try:
+            with writing(folder):
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.is_world_process_zero():
+                    self.run.complete(folder)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+            raise
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model as transformers reads it; a checkpoint holds its config alone, and its weights by DCP."""
+        if _internal_call:
+            if self.args.should_save:
+                self.model.config.save_pretrained(output_dir)
+            return
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered, on the first process
+        weights = get_model_state_dict(self.model, options=whole)
+        if self.args.should_save:
+            with writing(self.run.folder):
+                self.model.save_pretrained(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        writer = HuggingFaceStorageWriter(str(Path(output_dir) / STATE_FOLDER), save_distributed=True)
+        with warnings.catch_warnings(action="ignore"):  # that there is one process only
+            save(self._tensors()[0], storage_writer=writer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: weights come with the optimizer, once the model is wrapped."""
+
+    def restore(self, checkpoint: Path) -> None:
+        """The model of a checkpoint, to be evaluated."""
+        tensors = model_tensors(self.model, get_model_state_dict(self.model))
+        load_state(checkpoint, tensors)
+        self.state.global_step = step_of(checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        tensors, optimizer = self._tensors()
+        load_state(checkpoint, tensors)
+        for name, states in optimizer["state"].items():
+            for key in states:
+                states[key] = tensors[f"optimizer.{name}.{key}"]
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        options = StateDictOptions(strict=False)  # a weight that is tied to another is stored once
+        set_state_dict(
+            self.model, self.optimizer.optimizer, model_state_dict=weights, optim_state_dict=optimizer, options=options
+        )
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def _tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All tensors of model and optimizer, by one flat name each, and the optimizer's state around them."""
+        weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
+        states: Any = optimizer["state"]
+        return {
+            **model_tensors(self.model, weights),
+            **{f"optimizer.{name}.{k}": v for name, state in states.items() for k, v in state.items()},
+        }, optimizer
+
+
+def model_tensors(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied ones once
+    return {f"model.{name}": tensor for name, tensor in weights.items() if name in own}
+
+
+def load_state(checkpoint: str | Path, tensors: dict[str, Any]) -> None:
+    """Fill the tensors, whole or sharded, from a checkpoint that any number of processes has written."""
+    reader = HuggingFaceStorageReader(str(Path(checkpoint) / STATE_FOLDER))
+    with warnings.catch_warnings(action="ignore"):
+        load(tensors, storage_reader=reader)
+
+
+class LogAtCheckpoints(TrainerCallback):
+    """Running sums are empty at a checkpoint, so that a resumed run logs what an undisturbed one does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+
+
+class FollowSchedule(TrainerCallback):
+    """Sets the capacity before each step."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        capacity = self.schedule.capacity_at(state.global_step)
+        if capacity is not None and kwargs["model"].depth_config.capacity != capacity:
+            set_capacity(kwargs["model"], capacity)
+
+
+class Clock(TrainerCallback):
+    """Times training alone: evaluation and checkpoints do not count."""
+
+    def __init__(self) -> None:
+        self.start, self.seconds, self.step, self.flops = 0.0, 0.0, 0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start, self.step, self.flops = time.perf_counter(), state.global_step, int(state.total_flos)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    on_evaluate = on_save
+
+    def read(self, step: int, tokens_per_step: int, flops: int, peak: float | None) -> dict[str, Any]:
+        """Speed since the last reading."""
+        now = time.perf_counter()
+        elapsed = max(now - self.start, 1e-9)
+        timings = {
+            "step": step,
+            "seconds": elapsed,
+            "tokens_per_second": (step - self.step) * tokens_per_step / elapsed,
+        }
+        if peak is not None:
+            timings["share_of_peak"] = (flops - self.flops) / elapsed / peak
+        self.start, self.step, self.flops = now, step, flops
+        return timings
+
+
+class Progress(TrainerCallback):
+    """One bar: steps, loss, FLOPs, time left."""
+
+    def __init__(self, trainer: DepthTrainer) -> None:
+        self.trainer = trainer
+        self.bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(
+            total=state.max_steps, initial=state.global_step, desc="training", unit="step", mininterval=1, smoothing=0.1
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.bar is not None and "loss" in logs:
+            self.bar.set_postfix_str(f"loss {logs['loss']:.3f}, {logs['flops']:.2e} FLOPs", refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()

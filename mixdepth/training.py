@@ -1,0 +1,207 @@
+"""`train`: a budget in, a model and its numbers out, in a folder that remembers how far it got."""
+
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import mixdepth
+from mixdepth.data import Corpus, collate, load_corpus
+from mixdepth.files import write_json
+from mixdepth.flops import find_shape
+from mixdepth.hf import route
+from mixdepth.run import RESULT, Run, step_of, writing
+from mixdepth.schedule import Schedule, plan
+from mixdepth.settings import TrainConfig
+from mixdepth.shape import model_config
+from mixdepth.trainer import DepthTrainer
+
+PEAK_SIZE = 1024
+
+
+def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -> Run:
+    """Train a model from scratch in the folder `out`, or go on where an earlier call was stopped.
+
+    Settings are the fields of `TrainConfig`, or one such value: `train("runs/mod", steps=1000)`. Of a run that is
+    finished nothing is done again.
+    """
+    if config is not None and settings:
+        raise ValueError(f"give a TrainConfig or settings, not both: {', '.join(settings)}")
+    config = TrainConfig.from_dict(settings) if config is None else config
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    run = Run(out)
+    with state.main_process_first():  # the others find the tokens in the cache
+        corpus = load_corpus(
+            config.corpus, config.tokenizer, text_field=config.text_field, validation=config.validation
+        )
+    config = with_shape(config, len(corpus.tokenizer))
+    check_windows(corpus, config)
+    model = make_model(config, len(corpus.tokenizer))
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = corpus.tokenizer.eos_token_id
+    schedule = plan(model, config)
+    rate = config.learning_rate or default_learning_rate(model, config)
+    about = {
+        "settings": config.to_dict(),
+        "corpus_digest": corpus.digest,
+        "parameters": model.num_parameters(),
+        "steps": schedule.steps,
+        "flops": schedule.flops,
+        "learning_rate": rate,
+        "versions": {package.__name__: package.__version__ for package in (mixdepth, torch, transformers)},
+    }
+    with run.open(about) if state.is_main_process else nullcontext():
+        state.wait_for_everyone()
+        if run.result is not None:
+            return run
+        if state.is_main_process:
+            with writing(run.folder):
+                corpus.tokenizer.save_pretrained(run.folder)
+        _train(run, config, corpus, model, schedule, rate, state)
+    return run
+
+
+def _train(
+    run: Run, config: TrainConfig, corpus: Corpus, model: Any, schedule: Schedule, rate: float, state: PartialState
+) -> None:
+    checkpoint, damaged = run.newest_checkpoint()
+    state.wait_for_everyone()  # all have looked
+    if state.is_main_process:
+        epochs = schedule.steps * config.batch_size / len(corpus.train.windows(config.context))
+        tell(
+            f"{type(model).__name__} of {model.num_parameters():,} parameters: {schedule.steps:,} steps, "
+            f"{schedule.flops:.3g} FLOPs, {epochs:.2f} epochs of {config.corpus}"
+        )
+        for sentence in damaged:
+            tell(f"{sentence}: going back to {checkpoint.name if checkpoint else 'the start'}")
+        if checkpoint is not None:
+            tell(f"going on from {checkpoint.name}")
+        run.go_back_to(checkpoint)
+    state.wait_for_everyone()
+    trainer = DepthTrainer(
+        model,
+        arguments(run, config, schedule, rate, state.num_processes),
+        run=run,
+        schedule=schedule,
+        router_learning_rate=config.router_learning_rate,
+        shard=config.engine == "fsdp" and state.num_processes > 1,
+        peak=matmul_peak(state.device, torch.bfloat16 if config.bf16 else torch.float32) * state.num_processes,
+        train_dataset=corpus.train.windows(config.context),
+        eval_dataset=corpus.validation.windows(config.context).spread(config.eval_windows),
+        data_collator=collate,
+    )
+    if checkpoint is None or step_of(checkpoint) < schedule.steps:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    else:  # all that is missing is the end
+        trainer.restore(checkpoint)
+    found = trainer.evaluate()
+    trainer.save_model(str(run.folder))
+    if state.is_main_process:
+        bits = corpus.validation.bits_per_nat * found["validation_loss"]
+        spent = {"tokens": schedule.steps * schedule.tokens_per_step, "flops": schedule.flops}
+        with writing(run.folder):
+            write_json(run.folder / RESULT, {**found, "validation_bits_per_byte": bits, **spent})
+    state.wait_for_everyone()
+
+
+def tell(sentence: str) -> None:
+    print(f"mixdepth: {sentence}", file=sys.stderr, flush=True)
+
+
+def with_shape(config: TrainConfig, vocab_size: int) -> TrainConfig:
+    """The settings with `shape` resolved to layers and width."""
+    if config.shape is None:
+        return config
+    rest = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
+    layers, width = find_shape(config.shape, config.depth, vocab_size=vocab_size, context=config.context, **rest)
+    return replace(config, layers=layers, width=width)
+
+
+def make_model(config: TrainConfig, vocab_size: int) -> Any:
+    """A fresh model; the weights of a dense and a routed model of one seed are the same."""
+    torch.manual_seed(config.seed)
+    shape = model_config(
+        config.layers, config.width, vocab_size, config.num_experts, config.experts_per_token, config.context
+    )
+    model = AutoModelForCausalLM.from_config(shape)
+    return model if config.depth is None else route(model, config.depth)
+
+
+def check_windows(corpus: Corpus, config: TrainConfig) -> None:
+    for name, side, needed in (("training", corpus.train, config.batch_size), ("validation", corpus.validation, 1)):
+        number = len(side.windows(config.context))
+        if number < needed:
+            raise ValueError(
+                f"the {name} text of corpus {corpus.name!r} has {len(side.tokens)} tokens, too few for {needed} "
+                f"windows of context={config.context}: take more text, a shorter context or a smaller batch_size"
+            )
+
+
+def default_learning_rate(model: Any, config: TrainConfig) -> float:
+    """See docs/train.md and LOG.md, section 4."""
+    return 4e-3
+
+
+def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, num_processes: int) -> TrainingArguments:
+    """The run in the Trainer's words."""
+    if config.batch_size % num_processes:
+        raise ValueError(
+            f"batch_size={config.batch_size} cannot be shared by {num_processes} processes: make it a multiple"
+        )
+    share = config.batch_size // num_processes
+    micro = min(config.micro_batch_size or share, share)
+    if share % micro:
+        raise ValueError(f"micro_batch_size={micro} does not divide a process's share of {share} windows")
+    return TrainingArguments(
+        output_dir=str(run.folder),
+        max_steps=schedule.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=share // micro,
+        per_device_eval_batch_size=16,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(config.warmup * schedule.steps)),
+        weight_decay=config.weight_decay,
+        adam_beta2=config.beta2,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        data_seed=config.seed,
+        bf16=config.bf16,
+        torch_compile=config.compile,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if config.gradient_checkpointing else None,
+        ddp_find_unused_parameters=False,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # it would wait for the device in every step
+        save_steps=config.save_every or max(1, schedule.steps // 10),
+        eval_strategy="no" if config.eval_every is None else "steps",
+        eval_steps=config.eval_every,
+        report_to=list(config.report_to) or "none",
+        remove_unused_columns=False,
+        use_cpu=not torch.accelerator.is_available(),
+    )
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """FLOPs in a second of a large matrix product: what this machine can do at best."""
+    x = torch.ones(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)
+
+    def measure(repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            y = x @ x
+        y[0, 0].item()  # wait for the device
+        return time.perf_counter() - start
+
+    once = max(measure(2) / 2, 1e-6)
+    repeats = max(1, int(seconds / once))
+    return 2 * PEAK_SIZE**3 * repeats / measure(repeats)
