@@ -75,9 +75,15 @@ class DepthTrainer(Trainer):
             self.is_distributed_loading_by_transformers = (
                 True  # placed and reduced already: accelerate must not wrap it
             )
-        if self.is_world_process_zero():
-            self.add_callback(Progress(self))
+        self.progress = Progress(is_shown=self.is_world_process_zero())
+        self.add_callback(self.progress)
         self.add_callback(self.clock)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.progress.close()
 
     # --- what is optimised, and what is counted ---
 
@@ -328,21 +334,20 @@ class Clock(TrainerCallback):
 class Progress(TrainerCallback):
     """One bar: steps, loss, FLOPs, time left."""
 
-    def __init__(self, trainer: DepthTrainer) -> None:
-        self.trainer = trainer
-        self.bar: Any = None
+    def __init__(self, is_shown: bool) -> None:
+        self.is_shown = is_shown
+        self.bar = tqdm(disable=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(
-            total=state.max_steps, initial=state.global_step, desc="training", unit="step", mininterval=1, smoothing=0.1
-        )
+        done = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+        self.bar = tqdm(desc="training", **done, mininterval=1, smoothing=0.1, disable=not self.is_shown)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.bar is not None and "loss" in logs:
+        if "loss" in logs:
             self.bar.set_postfix_str(f"loss {logs['loss']:.3f}, {logs['flops']:.2e} FLOPs", refresh=False)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def close(self) -> None:
         self.bar.close()

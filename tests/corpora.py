@@ -46,7 +46,7 @@ def flags(settings: dict) -> list[str]:
 def command(*arguments: str, processes: int = 1) -> list[str]:
     start = [sys.executable]
     if processes > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [*start, "-m", "mixdepth", *arguments]
 
 

@@ -1,0 +1,447 @@
+"""Training: what a run writes, and that nothing can disturb it."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from corpora import TINY, call, command, documents, flags, lines, write_folder
+from safetensors.torch import load_file
+
+import mixdepth
+from mixdepth.data import load_corpus
+from mixdepth.run import Run
+from mixdepth.schedule import plan
+from mixdepth.training import make_model
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus of about 1,250 windows, and a cache of its own."""
+    folder = tmp_path_factory.mktemp("corpus")
+    os.environ["MIXDEPTH_CACHE"] = str(folder / "cache")
+    yield write_folder(folder / "texts", documents())
+    del os.environ["MIXDEPTH_CACHE"]
+
+
+def weights(run):
+    return (run / "model.safetensors").read_bytes()
+
+
+def start(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+
+
+def kill_when(process, condition):
+    """Kill -9 as soon as the condition holds."""
+    while not condition():
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("scheme", ["expert_choice", "random"])
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(scheme, corpus, tmp_path):
+    # 700 steps of 4 windows are more than two epochs; capacity falls over the first kills; lines between checkpoints
+    settings = {**TINY, "corpus": corpus, "steps": 700, "save_every": 100, "eval_every": 250, "capacity_steps": 240}
+    rule = {"scheme": scheme} | ({"causal": "threshold"} if scheme == "expert_choice" else {})
+    arguments = ["train", *flags({**settings, **rule, "capacity": 0.25})]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = call(*arguments, "--out", str(whole))
+    assert process.returncode == 0, process.stderr
+
+    def half_written():
+        return [path for path in killed.glob("checkpoint-*") if not (path / "complete.json").exists()]
+
+    moments = [
+        lambda: (killed / "metrics.jsonl").exists() and len(lines_so_far(killed)) > 3,  # before any checkpoint
+        half_written,  # while one is being written
+        lambda: (
+            (killed / "checkpoint-200/complete.json").exists() and len(lines_so_far(killed)) > 75
+        ),  # and lines after
+        lambda: (killed / "checkpoint-500/complete.json").exists(),
+        lambda: (killed / "model.safetensors").exists(),  # when all that is missing is the last file
+    ]
+    caught_half_written = False
+    for moment in moments:
+        kill_when(start(*arguments, "--out", str(killed)), moment)
+        caught_half_written |= bool(half_written())
+        assert not (killed / "result.json").exists()
+    process = call(*arguments, "--out", str(killed))
+    assert process.returncode == 0, process.stderr
+    assert caught_half_written
+    assert weights(killed) == weights(whole)
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (killed / "result.json").read_bytes() == (whole / "result.json").read_bytes()
+    assert [step["step"] for step in lines(killed / "timings.jsonl")] == [
+        step["step"] for step in lines(whole / "timings.jsonl")
+    ]
+
+
+def lines_so_far(run):
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A finished routed run and its dense twin."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {**TINY, "corpus": corpus, "steps": 60, "save_every": 20}
+    depth = mixdepth.DepthConfig(capacity=0.25)
+    mixdepth.train(folder / "mod", **settings, depth=depth)
+    mixdepth.train(folder / "dense", **settings, depth=None)
+    return folder
+
+
+def test_a_run_tells_all_that_happened(finished, corpus):
+    run = Run(finished / "mod")
+    training = [line for line in run.metrics if "loss" in line]
+    assert [line["step"] for line in training] == sorted({1, *range(3, 61, 3), 20, 40})
+    model = mixdepth.load(str(run.folder)).model
+    step_flops = 3 * 4 * mixdepth.count_flops(model, 32).total
+    for line in training:
+        assert line["flops"] == line["step"] * step_flops
+        assert line["tokens"] == line["step"] * 4 * 32
+        assert line["loss"] == pytest.approx(line["lm_loss"] + 0.01 * line["predictor_loss"], rel=1e-6)
+        layers = line["layers"]
+        assert layers["index"] == [1]
+        assert layers["capacity"] == layers["target"] == [0.25]
+        for name in ("causal_capacity", "precision", "recall", "never_chosen"):
+            assert 0 <= layers[name][0] <= 1
+        assert layers["gate_std"][0] > 0
+    assert training[-1]["loss"] < training[0]["loss"] - 1
+    assert run.result["flops"] == run.about["flops"] == 60 * step_flops
+    timings = lines(run.folder / "timings.jsonl")
+    assert [line["step"] for line in timings] == [line["step"] for line in training]
+    assert all(line["tokens_per_second"] > 0 and 0 < line["share_of_peak"] < 1 for line in timings)
+    assert len(run.checkpoints()) == 2
+    dense = [line for line in Run(finished / "dense").metrics if "loss" in line]
+    assert all("lm_loss" not in line and "layers" not in line for line in dense)
+
+
+def test_the_learning_rate_rises_and_falls_to_zero_at_the_last_step(finished):
+    rates = {line["step"]: line["learning_rate"] for line in Run(finished / "mod").metrics if "loss" in line}
+    assert rates[3] == pytest.approx(4e-3 * 2 / 3)  # warm-up takes 3 of 60 steps
+    assert rates[60] == pytest.approx(4e-3 * 0.5 * (1 + torch.tensor(torch.pi * 56 / 57).cos().item()), rel=1e-3)
+
+
+def test_the_result_is_the_loss_of_the_model_that_was_saved(finished, corpus):
+    run = Run(finished / "mod")
+    model = mixdepth.load(str(run.folder)).model
+    text = load_corpus(corpus).validation
+    found = mixdepth.evaluate(model, text.windows(32).spread(8).batches(16))
+    assert found.loss == run.result["validation_loss"]
+    assert found.lookahead_loss == run.result["validation_lookahead_loss"]
+    bits = found.loss / torch.log(torch.tensor(2.0)).item() * len(text.tokens) / text.num_bytes
+    assert run.result["validation_bits_per_byte"] == pytest.approx(bits)
+
+
+def test_dense_and_routed_models_of_a_seed_start_with_the_same_weights():
+    config = mixdepth.TrainConfig(steps=1, layers=2, width=32)
+    dense = make_model(mixdepth.TrainConfig(steps=1, layers=2, width=32, depth=None), 256).state_dict()
+    for name, tensor in make_model(config, 256).state_dict().items():
+        assert "depth_router" in name or torch.equal(tensor, dense[name])
+
+
+def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 6, "router_learning_rate": 1e-9, "weight_decay": 0.5}
+    run = mixdepth.train(tmp_path / "run", **settings, depth=mixdepth.DepthConfig(capacity=0.25))
+    trained = load_file(run.folder / "model.safetensors")
+    begun = make_model(run.settings, 256).state_dict()
+    for name, tensor in trained.items():
+        distance = (tensor - begun[name]).abs().max()
+        assert distance < 1e-9 if "depth_router" in name else distance > 1e-4, name
+
+
+def test_micro_batches_change_nothing_but_the_order_of_sums(corpus, tmp_path):
+    runs = []
+    for micro in (4, 1):
+        settings = {**TINY, "corpus": corpus, "steps": 6, "micro_batch_size": micro}
+        depth = mixdepth.DepthConfig(capacity=0.25, predictor_loss_coef=0.5)
+        runs.append(mixdepth.train(tmp_path / str(micro), **settings, depth=depth).metrics)
+    for ours, theirs in zip(*runs, strict=True):
+        for name in ("loss", "lm_loss", "predictor_loss", "grad_norm"):
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+        if "layers" in ours:
+            for name in ("capacity", "causal_capacity", "precision", "recall", "gate_mean", "gate_std"):
+                assert ours["layers"][name] == pytest.approx(theirs["layers"][name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("budget", [{"flops": 1e9}, {"tokens": 6_000}, {"steps": 40}])
+@pytest.mark.parametrize("capacity_steps", [0, 20])
+def test_a_budget_is_spent_to_the_last_step_that_fits(budget, capacity_steps):
+    shape = {"layers": 2, "width": 32, "context": 32, "batch_size": 4}
+    depth = mixdepth.DepthConfig(capacity=0.25)
+    config = mixdepth.TrainConfig(**shape, **budget, capacity_steps=capacity_steps, depth=depth)
+    model = make_model(config, 256)
+    schedule = plan(model, config)
+    spent = sum(schedule.flops_at(step, 4) for step in range(schedule.steps))
+    assert schedule.flops == spent
+    if "flops" in budget:
+        assert spent <= 1e9 < spent + schedule.flops_at(schedule.steps, 4)
+    else:
+        assert schedule.steps == {"tokens": 6_000 // 128, "steps": 40}[next(iter(budget))]
+    assert model.depth_config.capacity == 0.25
+    assert schedule.flops_at(schedule.steps, 1) == 3 * mixdepth.count_flops(model, 32).total
+    capacities = [schedule.capacity_at(step) for step in range(21)]
+    assert capacities[20] == 0.25
+    assert capacities[0] == (1 if capacity_steps else 0.25)
+    assert capacities == sorted(capacities, reverse=True)
+
+
+def test_capacity_follows_its_schedule(corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 24, "capacity_steps": 16, "log_every": 1}
+    run = mixdepth.train(tmp_path / "run", **settings, depth=mixdepth.DepthConfig(capacity=0.25))
+    targets = [line["layers"]["target"][0] for line in run.metrics if "layers" in line]
+    assert targets == [1 - 0.75 * step / 16 for step in range(16)] + [0.25] * 8
+    realised = [line["layers"]["capacity"][0] for line in run.metrics if "layers" in line]
+    assert all(0 <= share - target < 1 / 32 for share, target in zip(realised, targets, strict=True))
+    flops = [line["flops"] for line in run.metrics if "flops" in line]
+    assert flops[-1] == run.about["flops"]
+    assert flops[1] - flops[0] > flops[-1] - flops[-2]
+    assert mixdepth.load(str(run.folder)).model.depth_config.capacity == 0.25
+
+
+@pytest.fixture
+def interrupted(finished, tmp_path):
+    """A copy of the finished run that has yet to get from step 40 to 60."""
+    run = tmp_path / "mod"
+    shutil.copytree(finished / "mod", run)
+    (run / "result.json").unlink()
+    for name in ("model.safetensors", "config.json"):
+        (run / name).unlink()
+    return run
+
+
+def again(run):
+    return call("train", *same(run), "--out", str(run))
+
+
+def same(run):
+    """The flags that the run was started with."""
+    settings = Run(run).settings
+    return flags(
+        {name: getattr(settings, name) for name in (*TINY, "corpus", "steps", "save_every")} | {"capacity": 0.25}
+    )
+
+
+@pytest.mark.parametrize("file", ["state/shard-00001-model-00001-of-00001.safetensors", "trainer_state.json"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(file, interrupted, finished):
+    damaged = interrupted / "checkpoint-60" / file
+    damaged.write_bytes(damaged.read_bytes()[:-7] + b"damaged")
+    process = again(interrupted)
+    assert process.returncode == 0, process.stderr
+    assert f"checkpoint-60 is damaged ({file} is not what was written): going back to checkpoint-40" in process.stderr
+    assert weights(interrupted) == weights(finished / "mod")
+    assert (interrupted / "metrics.jsonl").read_bytes() == (finished / "mod" / "metrics.jsonl").read_bytes()
+    assert (interrupted / "damaged-checkpoint-60").is_dir()  # for whoever wants to look
+
+
+def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished):
+    shutil.rmtree(interrupted / "checkpoint-60")
+    arguments = command("train", *same(interrupted), "--out", str(interrupted))
+    limit = 20_000  # bytes in a file: the logs fit, a checkpoint does not
+
+    def small_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(arguments, capture_output=True, text=True, env=environment, preexec_fn=small_disk)
+    assert process.returncode == 2
+    last = process.stderr.splitlines()[-1]
+    assert "checkpoint-60' cannot be written" in last
+    assert "goes on from there" in last
+    assert "Traceback" not in process.stderr
+    assert [path.name for path in Run(interrupted).checkpoints()] == ["checkpoint-40"]
+    assert again(interrupted).returncode == 0
+    assert weights(interrupted) == weights(finished / "mod")
+
+
+def test_a_finished_run_is_not_trained_again(finished):
+    before = {path: path.stat().st_mtime_ns for path in (finished / "mod").rglob("*") if path.name != ".lock"}
+    process = again(finished / "mod")
+    assert process.returncode == 0
+    assert json.loads(process.stdout) == Run(finished / "mod").result
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def refused(*arguments, **environment):
+    process = call(*arguments, **environment)
+    assert process.returncode == 2, (arguments, process.stdout, process.stderr)
+    assert "Traceback" not in process.stderr
+    last = process.stderr.splitlines()[-1]
+    assert last.startswith("mixdepth: ")
+    return last
+
+
+def test_a_folder_with_another_run_is_refused_and_the_difference_named(finished):
+    other = [*same(finished / "mod"), "--out", str(finished / "mod")]
+    message = refused("train", *other, "--seed", "3", "--weight-decay", "0.2", "--gate", "tanh")
+    assert "weight_decay was 0.1 and is now 0.2; seed was 0 and is now 3" in message
+    assert "depth.gate was 'raw' and is now 'tanh'" in message
+    assert "Choose another --out" in message
+
+
+def test_a_run_whose_corpus_has_changed_is_refused(corpus, interrupted, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(documents(20)))
+    arguments = ["train", *flags({**TINY, "steps": 3, "corpus": text}), "--out", str(tmp_path / "run")]
+    assert call(*arguments).returncode == 0
+    text.write_text("".join(documents(21)))
+    (tmp_path / "run" / "result.json").unlink()
+    assert "is no longer what" in refused(*arguments)
+
+
+def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
+    arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3})]
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("Dear")
+    assert "holds 'dear.txt' and no run.json" in refused(*arguments, "--out", str(tmp_path / "letters"))
+    assert os.listdir(tmp_path / "letters") == ["dear.txt"]
+    assert "is a file" in refused(*arguments, "--out", str(tmp_path / "letters" / "dear.txt"))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "run.json").write_text('{"settings": {')
+    assert "run.json' is damaged" in refused(*arguments, "--out", str(tmp_path / "half"))
+    assert "cannot be written" in refused(*arguments, "--out", "/proc/run")
+
+
+def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
+    arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3000}), "--out", str(tmp_path / "run")]
+    first = start(*arguments)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    message = refused(*arguments)
+    first.kill()
+    assert "another process is training in" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flops": 1e3}, "flops=1000 is too small for one step"),
+        ({"tokens": 5}, "tokens=5 is too small for one step"),
+        ({}, "give one budget of flops, tokens and steps, not none"),
+        ({"steps": 3, "flops": 1e9}, "not flops and steps"),
+        ({"steps": 3, "context": 60000}, "too few for"),
+        ({"steps": 3, "width": 33}, "width must be a multiple of 16"),
+        ({"steps": 3, "capacity": 1.5}, "capacity must be a fraction in (0, 1], not 1.5"),
+        ({"steps": 3, "batch_size": 4, "micro_batch_size": 3}, "batch_size must be a multiple of micro_batch_size=3"),
+        ({"steps": 3, "capacity_steps": 5}, "capacity_steps must be at most the 3 steps"),
+        ({"steps": 3, "shape": "huge"}, "shape must be as in 'params=1.5M'"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
+        ({"steps": 3, "learning_rate": "fast"}, "learning_rate must be a positive number, not 'fast'"),
+        ({"steps": 3, "engine": "magic"}, "engine must be one of ddp, fsdp, not 'magic'"),
+        ({"steps": 3, "corpus": "nowhere"}, "corpus 'nowhere' is no file"),
+        ({"steps": 3, "tokenizer": "bpe:9"}, "must say how many tokens"),
+    ],
+)
+def test_a_wrong_setting_is_answered_in_a_sentence(change, message, corpus, tmp_path, capsys):
+    from mixdepth.cli import main
+
+    settings = {**TINY, "corpus": corpus, **change}
+    assert main(["train", *flags(settings), "--out", str(tmp_path / "run")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("mixdepth: ")
+    assert message in last
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_diverges_stops_and_says_so(corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 60, "learning_rate": 1e9, "max_grad_norm": 0.0}
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step \d+: the run has diverged"):
+        mixdepth.train(tmp_path / "run", **settings, depth=None)
+
+
+@pytest.mark.parametrize("setting", ["bf16", "compile", "gradient_checkpointing"])
+def test_other_ways_of_computing_train_alike(setting, finished, corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 6, "save_every": 6}
+    depth = mixdepth.DepthConfig(capacity=0.25)
+    runs = [
+        mixdepth.train(tmp_path / str(value), **settings, depth=depth, **{setting: value}) for value in (False, True)
+    ]
+    tolerance = {"bf16": 0.02, "compile": 1e-4, "gradient_checkpointing": 0}[setting]  # checkpointing: to the bit
+    for ours, theirs in zip(runs[1].metrics, runs[0].metrics, strict=True):
+        name = "loss" if "loss" in ours else "validation_loss"
+        assert abs(ours[name] - theirs[name]) <= tolerance
+    torch._dynamo.reset()
+
+
+def test_tensorboard_gets_the_same_numbers(corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {**TINY, "corpus": corpus, "steps": 6, "report_to": ("tensorboard",)}
+    run = mixdepth.train(tmp_path / "run", **settings, depth=mixdepth.DepthConfig(capacity=0.25))
+    events = min(run.folder.rglob("events.out.tfevents*"), key=lambda file: len(file.parts))
+    board = EventAccumulator(str(events.parent)).Reload()
+    told = {event.step: event.value for event in board.Scalars("train/lm_loss")}
+    for line in run.metrics:
+        if "lm_loss" in line:
+            assert told[line["step"]] == pytest.approx(line["lm_loss"])
+    assert "train/layer_1/precision" in board.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine, corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 40, "save_every": 20, "predictor_loss_coef": 0.5, "capacity": 0.25}
+    arguments = ["train", *flags(settings)]
+    assert call(*arguments, "--out", str(tmp_path / "one")).returncode == 0
+    two = tmp_path / "two"
+    process = call(*arguments, "--engine", engine, "--out", str(two), processes=2)
+    assert process.returncode == 0, process.stderr
+    compare(two, tmp_path / "one")
+
+    # One process loads the two's checkpoint and goes on with it; two go on with that of one.
+    for run, processes in ((two, 1), (tmp_path / "one", 2)):
+        other = tmp_path / f"from_{run.name}"
+        shutil.copytree(run, other)
+        (other / "result.json").unlink()
+        shutil.rmtree(other / "checkpoint-40")
+        process = call(*arguments, "--engine", engine, "--out", str(other), processes=processes)
+        assert process.returncode == 0, process.stderr
+        assert "going on from checkpoint-20" in process.stderr
+        compare(other, tmp_path / "one")
+
+
+def compare(run, expected):
+    """Losses and gradients up to the order of sums. Weights would say less: where a gradient is almost zero, AdamW
+    makes steps of its rounding."""
+    for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(expected / "metrics.jsonl"), strict=True):
+        for name in ours.keys() & {"loss", "lm_loss", "predictor_loss", "grad_norm", "validation_loss"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (name, ours["step"])
+        for name in ("flops", "tokens", "learning_rate"):
+            assert ours.get(name) == theirs.get(name)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (run, expected))
+    assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in wanted.items()}
+
+
+def test_a_shape_is_found_for_a_target():
+    layers, width = mixdepth.find_shape("params=1.5M", context=256)
+    config = mixdepth.TrainConfig(steps=1, layers=layers, width=width)
+    assert abs(make_model(config, 256).num_parameters() / 1.5e6 - 1) < 0.2
+    dense = mixdepth.find_shape("flops=2M", context=256)
+    routed = mixdepth.find_shape("flops=2M", mixdepth.DepthConfig(capacity=0.125), context=256)
+    assert routed > dense  # what routing saves buys a larger model
+    for shape, depth in ((dense, None), (routed, mixdepth.DepthConfig(capacity=0.125))):
+        config = mixdepth.TrainConfig(steps=1, layers=shape[0], width=shape[1], depth=depth)
+        assert abs(mixdepth.count_flops(make_model(config, 256), 256).total / 256 / 2e6 - 1) < 0.2
+
+
+def test_settings_go_through_json_and_back():
+    config = mixdepth.TrainConfig(
+        steps=3, report_to=("tensorboard",), depth=mixdepth.DepthConfig(layers=(1,), capacity=0.5)
+    )
+    assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    dense = mixdepth.TrainConfig(steps=3, depth=None)
+    assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(dense.to_dict()))) == dense
+    with pytest.raises(ValueError, match="there is no training setting 'stepps'"):
+        mixdepth.TrainConfig.from_dict({"stepps": 3})
