@@ -15,7 +15,6 @@ from mixdepth.router import Router, lookahead, update_routers
 from mixdepth.routing import Route
 from mixdepth.run import Run
 from mixdepth.settings import TrainConfig
-from mixdepth.trainer import DepthTrainer
 from mixdepth.training import train
 
 __version__ = "0.1.0"
@@ -25,7 +24,6 @@ __all__ = [
     "Comparison",
     "Corpus",
     "DepthConfig",
-    "DepthTrainer",
     "Evaluation",
     "ExpertLoad",
     "FlopCount",

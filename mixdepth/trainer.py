@@ -72,9 +72,9 @@ class DepthTrainer(Trainer):
             for layer in decoder_layers(model):
                 fully_shard(layer)
             fully_shard(model)
-            self.is_distributed_loading_by_transformers = (
-                True  # placed and reduced already: accelerate must not wrap it
-            )
+            self.is_distributed_loading_by_transformers = True  # which accelerate must not wrap once more
+            # HF scales the loss in place, which is no view; gradients equal those of one process
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self.progress = Progress(is_shown=self.is_world_process_zero())
         self.add_callback(self.progress)
         self.add_callback(self.clock)

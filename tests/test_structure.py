@@ -100,7 +100,7 @@ def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path)
         ([str(tmp_path)], "config"),
         ([str(folder), "--capacity", "0.5"], "is routed already: leave out --capacity"),
         (["--tokens", "0"], "num_tokens must be a whole number of at least 1, not 0"),
-        (["--width", "33"], "width must be a multiple of 32"),
+        (["--width", "33"], "width must be a multiple of 16"),
         (["--scheme", "soft", "--capacity", "0.5"], "scheme='soft' processes every token"),
         (["--routed-layers", "9"], "layers must be below the model's 8 layers, not 9"),
         (["--experts", "token_choice"], "needs a mixture of experts"),
