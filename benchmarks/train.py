@@ -21,8 +21,6 @@ from machine import describe, header, median, row, spread
 SHAPES = {"8 x 256": {"layers": 8, "width": 256}, "4 x 64": {"layers": 4, "width": 64}}
 STEPS = {"8 x 256": 24, "4 x 64": 200}
 REPEATS = 5
-WARM = 4
-"""Steps that are not counted."""
 
 
 def settings(kind: str, shape: str) -> dict:

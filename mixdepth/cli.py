@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(**options)
     except (ValueError, OSError) as error:
-        print(f"mixdepth: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mixdepth: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mixdepth: stopped; what was finished is kept", file=sys.stderr)
@@ -102,10 +103,8 @@ def _train(out: str, dense: bool, **options: Any) -> None:
     routing = _split(options, "depth_")
     if dense and routing:
         raise ValueError(f"a dense model has no {next(iter(routing))}: leave out --dense or the routing settings")
-    if isinstance(options.get("report_to"), str):
-        options["report_to"] = (options["report_to"],)
     depth = None if dense else DepthConfig(**_routing(routing))
-    run = train(out, TrainConfig(**options, depth=depth))
+    run = train(out, TrainConfig.from_dict({**options, "depth": depth}))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(run.result, indent=2))
 

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from mixdepth.config import check_integer
 from mixdepth.data import load_corpus
 from mixdepth.evaluation import Evaluation, Interval, evaluate, interval
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import Loaded, load
+from mixdepth.sources import absolute
 
 
 class Entry(NamedTuple):
@@ -93,7 +95,12 @@ class Comparison(NamedTuple):
         rows.append(["windows", *(f"{len(e.rows):,}" for e in found)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-        return "\n".join([*lines, *(entry.note for entry in self.entries if entry.note)])
+        notes = [entry.note for entry in self.entries if entry.note]
+        if len({entry.text for entry in self.entries}) > 1:
+            notes.append(
+                "not on the same windows: texts, splits, tokens or context differ, and so do the losses for it"
+            )
+        return "\n".join([*lines, *notes])
 
 
 def evaluate_runs(
@@ -107,11 +114,16 @@ def evaluate_runs(
 ) -> Comparison:
     """Evaluate runs, folders or models of the hub on held-out text, the same for each of them.
 
-    A run brings its own corpus and context. For a `corpus` given here, or where a model is no run, all of its text
-    is used. `windows` takes that many of the windows, evenly spaced. Numbers do not change from call to call.
+    A run brings its own corpus and context, and what it held out of it; of a `corpus` given here a tenth is held out
+    and used, the same for all models. `windows` takes that many of the windows, evenly spaced. Numbers do not change
+    from call to call.
     """
     if not names:
         raise ValueError("there is nothing to evaluate: name at least one run")
+    for name, value in {"context": context, "windows": windows, "batch_size": batch_size}.items():
+        if value is not None:
+            check_integer(name, value, minimum=2 if name == "context" else 1)
+    corpus = None if corpus is None else absolute(corpus)
     loaded = [load(name) for name in names]
     entries = []
     for name, model in zip(names, loaded, strict=True):
@@ -123,26 +135,27 @@ def _evaluate(
     name: str, loaded: Loaded, source: str | None, text_field: str, context: int | None, windows: int | None, batch: int
 ) -> Entry:
     model, tokenizer, run, note = loaded
-    if run is not None:
+    if run is not None and source in (None, run.settings.corpus):
         settings = run.settings
-        source, text_field = source or settings.corpus, settings.text_field if source is None else text_field
-        text = load_corpus(source, settings.tokenizer, text_field=text_field, validation=settings.validation)
-        context = context or settings.context
+        source = settings.corpus
+        text = load_corpus(source, settings.tokenizer, text_field=settings.text_field, validation=settings.validation)
+        if run.about["corpus_digest"] != text.digest:
+            raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another --corpus")
     elif source is None:
         raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
     else:
-        text = load_corpus(source, name, text_field=text_field)
-        context = context or min(1024, getattr(model.config, "max_position_embeddings", None) or 1024)
+        text = load_corpus(source, name if run is None else str(run.folder), text_field=text_field)
+    longest = run.settings.context if run else getattr(model.config, "max_position_embeddings", None)
+    context = context or min(1024, longest or 1024)
     side = text.validation
-    if run is not None and run.about["corpus_digest"] != text.digest and source == run.settings.corpus:
-        raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another by --corpus")
     chosen = side.windows(context).spread(windows)
     if not len(chosen):
         raise ValueError(f"the held-out text of {source!r} is shorter than a window of {context} tokens")
-    if len(tokenizer) != len(text.tokenizer):
-        raise ValueError(f"{name!r} has a tokenizer with another vocabulary than the one that it was trained with")
+    if tokenizer.get_vocab() != text.tokenizer.get_vocab():
+        raise ValueError(f"the tokenizer in {name!r} has another vocabulary than the one that it was trained with")
     device = next(model.parameters()).device
-    batches = (part.to(device) for part in tqdm([*chosen.batches(batch)], desc=name, unit="batch", leave=False))
+    bar = tqdm(chosen.batches(batch), desc=name, unit="batch", leave=False, total=-(-len(chosen) // batch))
+    batches = (part.to(device) for part in bar)
     found = evaluate(model, batches)
     try:
         flops = count_flops(model, context).total / context
@@ -154,4 +167,4 @@ def _evaluate(
 
 
 def _with_interval(value: Interval) -> str:
-    return f"{value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
+    return f"{value.mean:+.4f}" + ("" if value.low is None else f" [{value.low:+.4f}, {value.high:+.4f}]")

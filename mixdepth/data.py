@@ -32,6 +32,7 @@ SIDES = ("train", "validation")
 MIN_DOCUMENTS = 20
 """A corpus of fewer documents, such as a single file, is cut at line ends into parts, and these are split."""
 NUM_PARTS = 200
+TOKENIZER_FILES = ("token*.json", "*.model", "vocab.*", "merges.txt")
 CACHE_FORMAT = 1
 
 
@@ -55,7 +56,7 @@ class Corpus(NamedTuple):
     """A tokenised corpus."""
 
     name: str
-    digest: str  # of text, split and tokenizer
+    digest: str  # of text, split and tokenizer, whatever their names
     tokenizer: Any
     train: Side
     validation: Side
@@ -73,13 +74,21 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return torch.from_numpy(self.rows[index].astype(np.int64))
 
+    def whole_batches(self, batch_size: int) -> "Windows":
+        """Without the last windows that would not fill a batch: every epoch has the same number of steps, however
+        a batch is shared out."""
+        return self._of(self.rows[: len(self) // batch_size * batch_size])
+
+    def _of(self, rows: np.ndarray[Any, np.dtype[Any]]) -> "Windows":
+        chosen = Windows(rows[:0].reshape(-1), rows.shape[1])
+        chosen.rows = rows
+        return chosen
+
     def spread(self, number: int | None) -> "Windows":
         """At most `number` of the windows, evenly spaced."""
         if number is None or number >= len(self):
             return self
-        chosen = Windows(self.rows[:0].reshape(-1), self.rows.shape[1])
-        chosen.rows = self.rows[np.linspace(0, len(self) - 1, number).round().astype(np.int64)]
-        return chosen
+        return self._of(self.rows[np.linspace(0, len(self) - 1, number).round().astype(np.int64)])
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
         """(batch_size, T), the last one perhaps smaller, in order."""
@@ -110,24 +119,28 @@ def load_corpus(
         raise ValueError(f"validation must be a share between 0 and 1, not {validation}")
     documents = open_source(source, text_field)
     digests, sizes = _survey(documents, source)
-    if len(digests) < MIN_DOCUMENTS:
+    is_cut = len(digests) < MIN_DOCUMENTS
+    if is_cut:
         documents = _cut(documents, max(1, sum(sizes) // NUM_PARTS))
         digests, sizes = _survey(documents, source)
-    key = _digest(json.dumps([CACHE_FORMAT, _digest(*digests), _tokenizer_key(tokenizer), validation]).encode())
+    text = json.dumps([CACHE_FORMAT, _digest(*digests), validation])
+    key = _digest(text.encode(), _tokenizer_key(tokenizer).encode())
     readable = re.sub(r"[^\w.-]", "_", source)[-40:]
     folder = Path(cache or cache_folder()) / f"{readable}-{key[:16]}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                held_out = _held_out(digests, sizes, validation)
-                _tokenise(documents, [digest in held_out for digest in digests], sum(sizes), tokenizer, folder)
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    held_out = _held_out(digests, sizes, validation)
+                    sides = [digest in held_out for digest in digests]
+                    _tokenise(documents, sides, sum(sizes), tokenizer, folder, has_ends=not is_cut)
     except OSError as error:
         raise OSError(
             f"the token cache {str(folder)!r} cannot be written ({error.strerror or error}): make room, or name "
             "another folder in MIXDEPTH_CACHE"
         ) from error
-    return _open(source, key, folder)
+    return _open(source, text, folder)
 
 
 def cache_folder() -> str:
@@ -148,13 +161,20 @@ def _survey(documents: Documents, source: str) -> tuple[list[bytes], list[int]]:
 
 
 def _cut(documents: Documents, size: int) -> Documents:
-    """Parts of at least `size` bytes that end with a line."""
+    """Parts of one to two times `size` bytes that end with a line, or else with a word or a character."""
 
     def parts() -> Iterator[bytes]:
         for text in documents():
             start = 0
             while start < len(text):
-                end = text.find(b"\n", start + size - 1) + 1 or len(text)
+                least, most = start + size, start + 2 * size
+                end = (
+                    text.find(b"\n", least - 1, most) + 1
+                    or text.find(b" ", least - 1, most) + 1
+                    or min(most, len(text))
+                )
+                while end < len(text) and text[end] & 0xC0 == 0x80:  # within a character
+                    end += 1
                 yield text[start:end]
                 start = end
 
@@ -162,20 +182,23 @@ def _cut(documents: Documents, size: int) -> Documents:
 
 
 def _held_out(digests: list[bytes], sizes: list[int], share: float) -> set[bytes]:
-    """Documents in the order of their digests, which is as good as random, until the share is reached."""
+    """Documents in the order of their digests, which is as good as random, until the share is reached; one that would
+    take much more than the share is passed over. Copies of a document go together."""
+    together: dict[bytes, int] = {}
+    for digest, size in zip(digests, sizes, strict=True):
+        together[digest] = together.get(digest, 0) + size
     chosen: set[bytes] = set()
     num_bytes, limit = 0, share * sum(sizes)
-    for digest, size in sorted(zip(digests, sizes, strict=True)):
-        if num_bytes >= limit and digest not in chosen:
-            break
-        chosen.add(digest)
-        num_bytes += size
-    if len(chosen) == len(set(digests)) and len(chosen) > 1:
-        chosen.remove(max(chosen))
-    return chosen
+    for digest, size in sorted(together.items()):
+        if num_bytes < limit and num_bytes + size <= 1.25 * limit:
+            chosen.add(digest)
+            num_bytes += size
+    return chosen or {min(together, key=lambda digest: together[digest])}
 
 
-def _tokenise(documents: Documents, is_held_out: list[bool], num_bytes: int, name: str, folder: Path) -> None:
+def _tokenise(
+    documents: Documents, is_held_out: list[bool], num_bytes: int, name: str, folder: Path, has_ends: bool
+) -> None:
     """Write tokens, tokenizer and counts aside, then put them in place at once."""
     for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed: the lock is ours
         shutil.rmtree(leftover)
@@ -184,7 +207,7 @@ def _tokenise(documents: Documents, is_held_out: list[bool], num_bytes: int, nam
         for_training = zip(documents(), is_held_out, strict=True)
         tokenizer = make_tokenizer(name, (text.decode() for text, held_out in for_training if not held_out))
         dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        end = [tokenizer.eos_token_id] if has_ends and tokenizer.eos_token_id is not None else []
         counts = {side: {"documents": 0, "bytes": 0, "tokens": 0} for side in SIDES}
         files = {side: open(aside / f"{side}.bin", "wb") for side in SIDES}  # noqa: SIM115
         bar = tqdm(total=num_bytes, desc="tokenising", unit="B", unit_scale=True, mininterval=1, leave=False)
@@ -214,7 +237,7 @@ def _encode(name: str, tokenizer: Any, texts: list[bytes]) -> list[Any]:
     return encoded
 
 
-def _open(source: str, key: str, folder: Path) -> Corpus:
+def _open(source: str, text: str, folder: Path) -> Corpus:
     meta = json.loads((folder / "meta.json").read_text())
     sides = {}
     for side, counts in meta["sides"].items():
@@ -224,13 +247,15 @@ def _open(source: str, key: str, folder: Path) -> Corpus:
             raise ValueError(f"the token cache {str(folder)!r} is damaged: delete it, and it is made again")
         tokens = np.memmap(file, meta["dtype"], "r", shape=(size,)) if size else np.zeros(0, meta["dtype"])
         sides[side] = Side(tokens, counts["documents"], counts["bytes"])
-    return Corpus(source, key, AutoTokenizer.from_pretrained(folder / "tokenizer"), **sides)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    identity = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
+    return Corpus(source, _digest(text.encode(), identity.encode()), tokenizer, **sides)
 
 
 def _tokenizer_key(name: str) -> str:
     """A tokenizer's folder may change under its name: then its content is the key."""
-    file = Path(name) / "tokenizer.json"
-    return _digest(file.read_bytes()) if file.is_file() else name
+    files = [file for pattern in TOKENIZER_FILES for file in sorted(Path(name).glob(pattern))]
+    return _digest(*(file.read_bytes() for file in files)) if files else name
 
 
 def _digest(*parts: bytes) -> str:

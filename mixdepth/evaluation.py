@@ -65,8 +65,8 @@ class Interval(NamedTuple):
     """A mean with its 95 % confidence interval."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None  # None: a single value says nothing of how sure it is
+    high: float | None
 
 
 def interval(values: Sequence[float], weights: Sequence[float]) -> Interval:
@@ -78,7 +78,9 @@ def interval(values: Sequence[float], weights: Sequence[float]) -> Interval:
     number, shares = len(values), [weight / math.fsum(weights) for weight in weights]
     mean = math.fsum(share * value for share, value in zip(shares, values, strict=True))
     squares = math.fsum((share * (value - mean)) ** 2 for share, value in zip(shares, values, strict=True))
-    error = 1.96 * math.sqrt(squares * number / max(number - 1, 1))
+    if number < 2:
+        return Interval(mean, None, None)
+    error = 1.96 * math.sqrt(squares * number / (number - 1))
     return Interval(mean, mean - error, mean + error)
 
 

@@ -182,11 +182,11 @@ def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], se
             )
 
 
-def find_shape(target: str, depth: DepthConfig | None = None, **shape: int) -> tuple[int, int]:
+def find_shape(target: str, depth: DepthConfig | None = None, *, context: int = 256, **shape: int) -> tuple[int, int]:
     """Layers and width of the model nearest to `params=1.5M` (parameters) or `flops=2M` (of a forward pass, for each
     token of a window of `context`); `shape` is the rest of `model_config`.
 
-    >>> find_shape("params=1M", context=256)
+    >>> find_shape("params=1M")
     (6, 96)
     """
     kind, _, amount = target.partition("=")
@@ -199,9 +199,10 @@ def find_shape(target: str, depth: DepthConfig | None = None, **shape: int) -> t
     def distance(width: int, layers: int) -> float:
         """How far from the goal, as a logarithm; negative for what costs less."""
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(model_config(layers=layers, width=width, **shape))
+            model: Any = AutoModelForCausalLM.from_config(
+                model_config(layers=layers, width=width, context=context, **shape)
+            )
             model = model if depth is None else route(model, depth)
-            context = shape["context"]
             cost = model.num_parameters() if kind == "params" else count_flops(model, context).total / context
         return math.log(cost / goal) if goal else math.inf
 

@@ -1,5 +1,6 @@
 """`generate`: text from a run, a folder or a model of the hub, and the routes that its tokens took."""
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,22 +60,29 @@ def generate(
         raise ValueError(f"{type(model).__name__} has no routed layers: there are no routes to show")
     if seed is not None:
         torch.manual_seed(seed)
+    for name in ("num_return_sequences", "return_dict_in_generate"):
+        if name in options:
+            raise ValueError(f"{name} is not supported here: give a prompt several times, or call model.generate")
+    if options.get("num_beams", 1) < 1:
+        raise ValueError(f"num_beams must be at least 1, not {options['num_beams']}")
     if tokenizer.pad_token_id is None:
+        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     batch = batch.to(next(model.parameters()).device)
     if model.generation_config.eos_token_id is None:
         options.setdefault("eos_token_id", tokenizer.eos_token_id)
     options.setdefault("pad_token_id", tokenizer.pad_token_id)
-    streamer = None if stream is None else FirstRow(tokenizer, stream)
+    stops = options.get("eos_token_id", model.generation_config.eos_token_id)
+    stops = torch.tensor([] if stops is None else stops, dtype=torch.long).flatten().tolist()
+    streamer = None if stream is None else FirstRow(tokenizer, stream, stops)
     try:
         ids = model.generate(**batch, streamer=streamer, **options)  # (B, T)
     except TypeError as error:
         raise ValueError(str(error)) from error
     num_given = batch["input_ids"].shape[1]
     mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, num_given:])], 1).bool()
-    stops = options.get("eos_token_id", model.generation_config.eos_token_id)
-    ends = torch.isin(ids[:, num_given:], torch.tensor([] if stops is None else stops, dtype=ids.dtype)).int()
+    ends = torch.isin(ids[:, num_given:], torch.tensor(stops, dtype=ids.dtype, device=ids.device)).int()
     mask[:, num_given:] &= ends.cumsum(1) - ends == 0  # what follows the end of a row is padding
     depths = _depths(model, ids, mask) if show_routes else None  # (B, T)
     texts = []
@@ -92,16 +100,17 @@ def generate(
 class FirstRow(TextStreamer):
     """transformers' streamer, which takes one row, on the first of several."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], None], stops: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=False, skip_special_tokens=True)
         self.write = write
+        self.stops = stops
         self.is_finished = False
 
     def put(self, value: Any) -> None:
         row = value[:1]
         if not self.is_finished:
             super().put(row)
-        self.is_finished |= value.ndim == 1 and row.item() == self.tokenizer.eos_token_id
+        self.is_finished |= value.ndim == 1 and row.item() in self.stops
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.write(text + ("\n" if stream_end else ""))
@@ -110,7 +119,8 @@ class FirstRow(TextStreamer):
 @torch.no_grad()
 def _depths(model: RoutedCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, T): through how many routed layers each token went; one causal pass routes as all the steps did."""
-    out: Any = model(input_ids=ids, attention_mask=mask.long(), output_routes=True, routing="causal")
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    out: Any = model(ids, attention_mask=mask.long(), position_ids=positions, output_routes=True, routing="causal")
     return torch.stack([route.mask for route in out.routes]).sum(0)
 
 
@@ -120,7 +130,8 @@ def _pieces(
     """The text in pieces that are whole characters, and the mean count of each."""
     pieces, means, start = [], [], 0
     for end in range(1, len(ids) + 1):
-        piece = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+        before = tokenizer.decode(ids[max(0, start - 8) : start], skip_special_tokens=True)  # a space may depend on it
+        piece = tokenizer.decode(ids[max(0, start - 8) : end], skip_special_tokens=True).removeprefix(before)
         if piece.endswith("\ufffd") and end - start < 4 and end < len(ids):
             continue  # a character whose other bytes are still to come
         pieces.append(piece)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -30,10 +31,10 @@ def load(name: str) -> Loaded:
     if (path / SETTINGS).exists():
         run = Run(path)
         if not (path / RESULT).exists():
-            checkpoint, _ = run.newest_checkpoint()
+            checkpoint, damaged = run.newest_checkpoint()
             if checkpoint is None:
                 raise ValueError(f"{name!r} is a run without a finished checkpoint: start its training again")
-            path, note = checkpoint, f"{name} is not finished: this is {checkpoint.name}"
+            path, note = checkpoint, "; ".join([f"{name} is not finished: this is {checkpoint.name}", *damaged])
     elif (path / MARKER).exists() and (path.parent / SETTINGS).exists():
         run = Run(path.parent)
         problem = damage(path)
@@ -43,8 +44,10 @@ def load(name: str) -> Loaded:
         raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
     try:
         model = _restored(path) if (path / MARKER).exists() else _pretrained(name)
+    except SafetensorError as error:
+        raise ValueError(f"a weights file in {name!r} is damaged ({error}): copy it again") from error
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name!r} is no run, no model's folder and no model of the hub ({reason})") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(run.folder if run else name)
@@ -56,7 +59,8 @@ def load(name: str) -> Loaded:
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens and its model {vocab_size}: they do not belong "
             "together"
         )
-    return Loaded(model.eval(), tokenizer, run, note)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return Loaded(model.eval().to(device), tokenizer, run, note)
 
 
 def _pretrained(name: str) -> Any:

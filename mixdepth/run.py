@@ -61,7 +61,8 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / METRICS).read_text().splitlines()]
+        lines = (self.folder / METRICS).read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]  # what follows the last line's end is being written
 
     @contextmanager
     def open(self, about: dict[str, Any]) -> Iterator[None]:
@@ -96,6 +97,9 @@ class Run:
     def _check_same(self, about: dict[str, Any]) -> None:
         old = self.about
         before, now = _flat(old["settings"]), _flat(about["settings"])
+        if ("depth" in before) != ("depth" in now):  # where it is None, the model is dense
+            kind = "dense" if "depth" in before else "routed"
+            raise ValueError(f"{str(self.folder)!r} holds a run of a {kind} model: choose another --out")
         differing = [name for name in now if before.get(name) != now[name] and name not in MAY_DIFFER]
         if differing:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
@@ -108,7 +112,10 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        found = [path for path in self.folder.glob(f"{PREFIX}*") if (path / MARKER).is_file()]
+        return [path for path in self._all_checkpoints() if (path / MARKER).is_file()]
+
+    def _all_checkpoints(self) -> list[Path]:
+        found = [path for path in self.folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
         return sorted(found, key=step_of)
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
@@ -127,10 +134,8 @@ class Run:
         for name in (METRICS, TIMINGS):
             path = self.folder / name
             path.touch()
-            if path.stat().st_size < marker.get(name, 0):
-                raise ValueError(f"{str(path)!r} is shorter than {checkpoint} left it: it was changed; restore it")
             os.truncate(path, marker.get(name, 0))
-        for path in self.folder.glob(f"{PREFIX}*"):
+        for path in self._all_checkpoints():
             if not (path / MARKER).is_file():
                 shutil.rmtree(path)
             elif checkpoint is None or step_of(path) > step_of(checkpoint):
@@ -145,7 +150,11 @@ class Run:
                 with open(path, "rb") as file:
                     files[str(path.relative_to(checkpoint))] = hashlib.file_digest(file, "sha256").hexdigest()
                     os.fsync(file.fileno())
-        lengths = {name: (self.folder / name).stat().st_size for name in (METRICS, TIMINGS)}
+        lengths = {}
+        for name in (METRICS, TIMINGS):
+            with open(self.folder / name, "rb") as file:
+                os.fsync(file.fileno())
+                lengths[name] = file.seek(0, os.SEEK_END)
         write_json(checkpoint / MARKER, {"files": files, **lengths})
         for path in self.checkpoints()[:-NUM_KEPT]:
             (path / MARKER).unlink()  # first: a folder that is half deleted must not count
@@ -164,7 +173,9 @@ def writing(path: Path) -> Iterator[None]:
     except Timeout:  # an OSError too
         raise
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise OSError(
             f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: make room or choose "
             "another folder, and the same command goes on from there"
@@ -178,8 +189,11 @@ def step_of(checkpoint: Path) -> int:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, if anything."""
     try:
-        files = read_json(checkpoint / MARKER)["files"]
-        for name, digest in files.items():
+        marker = read_json(checkpoint / MARKER)
+        for name in (METRICS, TIMINGS):
+            if (checkpoint.parent / name).stat().st_size < marker[name]:
+                return f"{name} is shorter than it was"
+        for name, digest in marker["files"].items():
             with open(checkpoint / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} is not what was written"

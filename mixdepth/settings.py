@@ -48,7 +48,7 @@ class TrainConfig:
     shape nearest to it."""
 
     num_experts: int = 0
-    """Experts of a Mixtral; 0 is a Llama."""
+    """Experts of a Mixtral, with its balance loss; 0 is a Llama."""
 
     experts_per_token: int = 2
     """Experts that a token goes through."""
@@ -73,10 +73,10 @@ class TrainConfig:
     """Windows in one pass of one process; fewer need less memory. None is all of a process's share."""
 
     learning_rate: float | None = None
-    """Peak of the learning rate. None is the rule in docs/train.md: by size, tuned for dense and routed alike."""
+    """Peak of the learning rate. None is the rule in docs/train.md: by width, tuned for dense and routed alike."""
 
     warmup: float = 0.05
-    """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 at the last step."""
+    """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 where the budget ends."""
 
     weight_decay: float = 0.1
     """Of weight matrices. Norms, biases and routers have none."""
@@ -106,7 +106,7 @@ class TrainConfig:
     """Compute each layer again in the backward pass instead of keeping its activations."""
 
     engine: Engine = "ddp"
-    """Over several processes (torchrun): replicate the model (`ddp`) or shard it (`fsdp`)."""
+    """Over several processes (torchrun): replicate the model (`ddp`) or shard it (`fsdp`). One process does neither."""
 
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
@@ -133,7 +133,12 @@ class TrainConfig:
             check_integer(name, getattr(self, name), minimum=0)
         if self.context < 2:
             raise ValueError(f"context must be at least 2, not {self.context}: the first token of a window is given")
-        for name in ("learning_rate", "flops", "tokens", "router_learning_rate", "beta2"):
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, not {self.seed}")
+        for name in ("learning_rate", "flops", "tokens"):
+            if getattr(self, name) is not None:
+                self._check_number(name, positive=True)
+        for name in ("router_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
         for name in ("weight_decay", "max_grad_norm", "warmup"):
             self._check_number(name, positive=False)
@@ -148,7 +153,12 @@ class TrainConfig:
         budgets = [name for name in ("flops", "tokens", "steps") if getattr(self, name) is not None]
         if len(budgets) != 1:
             raise ValueError(f"give one budget of flops, tokens and steps, not {' and '.join(budgets) or 'none'}")
-        object.__setattr__(self, "report_to", tuple(self.report_to))
+        if not isinstance(self.depth, DepthConfig | None):
+            raise ValueError(f"depth must be a DepthConfig, or None for a dense model, not {self.depth!r}")
+        for name in ("corpus", "tokenizer"):
+            object.__setattr__(self, name, str(getattr(self, name)))  # a Path too
+        trackers = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to or ())
+        object.__setattr__(self, "report_to", tuple(name for name in trackers if name != "none"))
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch_size={self.micro_batch_size}, not {self.batch_size}"
@@ -160,8 +170,6 @@ class TrainConfig:
 
     def _check_number(self, name: str, positive: bool) -> None:
         value = getattr(self, name)
-        if value is None:
-            return
         if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
             raise ValueError(f"{name} must be a {'positive ' if positive else ''}number, not {value!r}")
 
@@ -178,6 +186,9 @@ class TrainConfig:
         if unknown:
             raise ValueError(f"there is no training setting {unknown[0]!r}; the settings are {', '.join(known)}")
         settings = dict(settings)
+        doubled = [name for name in ("layers", "width") if name in settings and settings.get("shape") is not None]
+        if doubled:
+            raise ValueError(f"shape finds layers and width: give it or {doubled[0]}, not both")
         if isinstance(settings.get("depth"), Mapping):
             settings["depth"] = DepthConfig.from_dict(settings["depth"])
         return cls(**settings)

@@ -31,4 +31,5 @@ def model_config(
         raise ValueError(f"experts_per_token must be from 1 to num_experts={num_experts}, not {experts_per_token}")
     share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
+    experts |= {"output_router_logits": True}  # without which transformers has no balance loss
     return MixtralConfig(**shape, **tokens, **experts, intermediate_size=share, tie_word_embeddings=True)

@@ -1,13 +1,16 @@
 """Where text comes from: the standard library, files, JSONL, parquet, datasets. A document is its UTF-8."""
 
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from glob import glob
 from pathlib import Path
 from typing import Any
 
+STDLIB = "stdlib"
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+HUB = "hf:"
 
 Documents = Callable[[], Iterator[bytes]]
 """The documents of a corpus, each time anew: it is read more than once, and never held in memory."""
@@ -19,45 +22,57 @@ def stdlib_files() -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts))
 
 
+def absolute(source: str) -> str:
+    """The source by a name that means the same in every folder."""
+    return source if source == STDLIB or source.startswith(HUB) else os.path.abspath(source)
+
+
 def open_source(source: str, text_field: str) -> Documents:
     """Find the documents that `source` means, see `load_corpus`."""
     path = Path(source)
-    if source == "stdlib":
-        return lambda: _texts(stdlib_files())
-    if source.startswith("hf:") or (path / "dataset_info.json").is_file():
+    if source == STDLIB:
+        return lambda: _read_all(stdlib_files(), text_field)
+    if source.startswith(HUB) or any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return _dataset(source, text_field)
-    if path.suffix == ".parquet" and path.is_file():
-        return lambda: _parquet(path, text_field)
-    if path.suffix in (".jsonl", ".ndjson") and path.is_file():
-        return lambda: _jsonl(path, text_field)
-    files = [path] if path.is_file() else []
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
-    elif not files:
-        files = [Path(name) for name in sorted(glob(source, recursive=True)) if Path(name).is_file()]
+    else:
+        files = [path] if path.is_file() else [Path(name) for name in sorted(glob(source, recursive=True))]
+        files = [file for file in files if file.is_file()]
     if not files:
         what = "has no files" if path.is_dir() else "is no file, folder or glob that matches one"
         raise ValueError(f"corpus {source!r} {what}: give 'stdlib', a path, or 'hf:name' for a dataset of the hub")
-    return lambda: _texts(files)
+    return lambda: _read_all(files, text_field)
 
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _texts(files: list[Path]) -> Iterator[bytes]:
+def _read_all(files: list[Path], text_field: str) -> Iterator[bytes]:
     for file in files:
-        text = file.read_bytes()
         try:
-            text.decode()
-            is_text = b"\0" not in text
-        except UnicodeDecodeError:
-            is_text = False
-        if not is_text:
-            raise ValueError(
-                f"{str(file)!r} is not text in UTF-8: leave it out, as by a glob such as 'folder/**/*.txt'"
-            )
-        yield text
+            match file.suffix:
+                case ".jsonl" | ".ndjson":
+                    yield from _jsonl(file, text_field)
+                case ".parquet":
+                    yield from _parquet(file, text_field)
+                case _:
+                    yield _text(file)
+        except OSError as error:
+            raise ValueError(f"{str(file)!r} cannot be read ({error.strerror or error})") from error
+
+
+def _text(file: Path) -> bytes:
+    text = file.read_bytes()
+    try:
+        text.decode()
+        is_text = b"\0" not in text
+    except UnicodeDecodeError:
+        is_text = False
+    if not is_text:
+        raise ValueError(f"{str(file)!r} is not text in UTF-8: leave it out, as by the glob 'folder/**/*.txt'")
+    return text
 
 
 def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
@@ -69,8 +84,7 @@ def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
                 entry = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
-            known = list(entry) if isinstance(entry, dict) else type(entry).__name__
-            yield _text_of(entry, text_field, f"line {number} of {str(file)!r}", known)
+            yield _text_of(entry, text_field, f"line {number} of {str(file)!r}")
 
 
 def _parquet(file: Path, text_field: str) -> Iterator[bytes]:
@@ -82,11 +96,12 @@ def _parquet(file: Path, text_field: str) -> Iterator[bytes]:
         table = parquet.ParquetFile(file)
     except Exception as error:  # pyarrow's own kinds
         raise ValueError(f"{str(file)!r} is not a parquet file ({error})") from error
-    if text_field not in table.schema_arrow.names:
-        raise ValueError(f"{str(file)!r} has no column {text_field!r}, but {table.schema_arrow.names}: see text_field")
+    _check_column(text_field, table.schema_arrow.names, str(file))
+    number = 0
     for batch in table.iter_batches(columns=[text_field]):
         for entry in batch.to_pylist():
-            yield _text_of(entry, text_field, f"a row of {str(file)!r}", list(entry))
+            number += 1
+            yield _text_of(entry, text_field, f"row {number} of {str(file)!r}")
 
 
 def _dataset(source: str, text_field: str) -> Documents:
@@ -94,23 +109,31 @@ def _dataset(source: str, text_field: str) -> Documents:
         import datasets
     except ImportError as error:
         raise ValueError("datasets need a package: pip install 'mixdepth[data]'") from error
-    if source.startswith("hf:"):
-        name, config, split, *_ = [*source.removeprefix("hf:").split(":"), "", ""]
-        try:
+    name, config, split, *_ = [*source.removeprefix(HUB).split(":"), "", ""]
+    try:
+        if source.startswith(HUB):
             data = datasets.load_dataset(name, config or None, split=split or "train")
-        except Exception as error:  # the hub has many ways to fail
-            raise ValueError(f"corpus {source!r} cannot be loaded ({str(error).splitlines()[0]})") from error
-    else:
-        data = datasets.load_from_disk(source)
-        if isinstance(data, datasets.DatasetDict):
-            data = data["train"]
-    if text_field not in data.column_names:
-        raise ValueError(f"corpus {source!r} has no column {text_field!r}, but {data.column_names}: see text_field")
-    return lambda: (_text_of(entry, text_field, f"a row of {source!r}", data.column_names) for entry in data)
+        else:
+            data = datasets.load_from_disk(source)
+    except Exception as error:  # the hub has many ways to fail
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"corpus {source!r} cannot be loaded ({reason})") from error
+    if isinstance(data, datasets.DatasetDict):
+        if "train" not in data:
+            raise ValueError(f"corpus {source!r} has the splits {list(data)} and no 'train': name the folder of one")
+        data = data["train"]
+    _check_column(text_field, data.column_names, source)
+    return lambda: (_text_of(row, text_field, f"row {i} of {source!r}") for i, row in enumerate(data, start=1))
 
 
-def _text_of(entry: Any, text_field: str, where: str, known: Any) -> bytes:
+def _check_column(text_field: str, names: list[str], where: str) -> None:
+    if text_field not in names:
+        raise ValueError(f"{where!r} has no column {text_field!r}, but {names}: see text_field")
+
+
+def _text_of(entry: Any, text_field: str, where: str) -> bytes:
     text = entry.get(text_field) if isinstance(entry, dict) else None
     if not isinstance(text, str):
+        known = list(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"{where} has no text under {text_field!r}, but {known}: see text_field")
-    return text.replace("\0", "").encode()
+    return text.replace("\0", "").encode(errors="replace")

@@ -8,6 +8,8 @@ import math
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
@@ -30,12 +33,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from mixdepth.evaluation import evaluate
 from mixdepth.hf import RoutedCausalLM, UpdateRouters, set_capacity
 from mixdepth.hf.architectures import decoder_layers
-from mixdepth.run import METRICS, PREFIX, TIMINGS, Run, step_of, writing
+from mixdepth.run import MARKER, METRICS, PREFIX, TIMINGS, Run, step_of, writing
 from mixdepth.schedule import Schedule
 from mixdepth.statistics import describe, routing_counts
 
-ROUTING_LOSSES = ("predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
-LOSSES = ("loss", "lm_loss", *ROUTING_LOSSES)
+LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
 ROUTER = "depth_router"
 STATE_FOLDER = "state"
 
@@ -44,6 +46,7 @@ class DepthTrainer(Trainer):
     """Trains one run, in its folder."""
 
     optimizer: Any
+    lr_scheduler: Any
     control: Any
 
     def __init__(
@@ -88,24 +91,31 @@ class DepthTrainer(Trainer):
     # --- what is optimised, and what is counted ---
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        num_items = kwargs["num_items_in_batch"]
         is_routed = isinstance(self.model, RoutedCausalLM)
-        if is_routed and model.training and self._is_logged_step():
+        if is_routed and self._is_logged_step():
             inputs = {**inputs, "output_routes": True}
         kwargs["return_outputs"] = True
         loss, out = super().compute_loss(model, inputs, *args, **kwargs)
         # A micro-batch's part of the mean over the whole batch: the model's losses are normalised so already.
-        share = (inputs["labels"][..., 1:] != -100).sum() / num_items
-        parts = {name: share * out[name] for name in ROUTING_LOSSES if is_routed and out.get(name) is not None}
-        parts["loss"] = loss / self.accelerator.num_processes  # as which the Trainer has multiplied it
+        share = (inputs["labels"][..., 1:] != -100).sum() / kwargs["num_items_in_batch"]
+        parts = {name: share * value for name, value in self._routing_losses(out).items() if value is not None}
+        parts["loss"] = loss / self.accelerator.num_processes  # by which the Trainer has multiplied it
         if is_routed:
             parts["lm_loss"] = out.lm_loss
+        if is_routed and out.routes:
+            routers = self.model.depth_routers
+            parts["counts"] = routing_counts(out.routes, routers, inputs["input_ids"], self.vocab_size)
         for name, part in parts.items():
             self.sums[name] = self.sums.get(name, 0) + part.detach()
-        if is_routed and out.routes:
-            counts = routing_counts(out.routes, self.model.depth_routers, inputs["input_ids"], self.vocab_size)
-            self.sums["counts"] = self.sums.get("counts", 0) + counts
         return loss
+
+    def _routing_losses(self, out: Any) -> dict[str, Any]:
+        """Each by one name: what transformers calls aux_loss is the balance loss of experts."""
+        if not isinstance(self.model, RoutedCausalLM):
+            return {"balance_loss": out.get("aux_loss")}
+        own = ("predictor_loss", "capacity_loss", "balance_loss")
+        by_rule = ("aux_loss",) if self.model.depth_config.causal == "aux_loss" else ()
+        return {name: out.get(name) for name in (*own, *by_rule)}
 
     def _is_logged_step(self) -> bool:
         step = self.state.global_step + 1
@@ -113,8 +123,8 @@ class DepthTrainer(Trainer):
         return step == 1 or any(step % number == 0 for number in every)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """FLOPs of a training step: three forward passes, of what routing leaves of them."""
-        return self.schedule.flops_at(self.state.global_step, len(inputs["input_ids"]))
+        """The schedule counts them: transformers would take a float32 sum of another formula."""
+        return 0
 
     def create_optimizer(self, model: Any = None) -> Any:
         """AdamW with three groups: matrices that decay, vectors that do not, and routers."""
@@ -138,6 +148,12 @@ class DepthTrainer(Trainer):
             )
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(self.optimizer, self.schedule.learning_rate_at)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -160,20 +176,21 @@ class DepthTrainer(Trainer):
         metrics: dict[str, Any] = {
             "step": self.state.global_step,
             "tokens": self.state.global_step * self.schedule.tokens_per_step,
-            "flops": int(self.state.total_flos),
+            "flops": self.schedule.flops_until(self.state.global_step),
             **dict(zip(names, losses.tolist(), strict=True)),
             "grad_norm": logs["grad_norm"],
             "learning_rate": logs["learning_rate"],
         }
-        if not math.isfinite(metrics["loss"]):
-            raise ValueError(
-                f"the loss is {metrics['loss']} at step {self.state.global_step}: the run has diverged; "
-                "train anew with a lower learning_rate"
-            )
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(metrics[name]):
+                raise ValueError(
+                    f"{name} is {metrics[name]} at step {self.state.global_step}: the run has diverged; train anew "
+                    "with a lower learning_rate"
+                )
         if counts is not None:
             metrics["layers"] = {"index": self.model.deciding_layers, **describe(counts)}
             metrics["layers"]["target"] = [router.capacity for router in self.model.depth_routers]
-        timings = self.clock.read(self.state.global_step, self.schedule.tokens_per_step, metrics["flops"], self.peak)
+        timings = self.clock.read(self.state.global_step, self.schedule, self.peak)
         self._tell(metrics, timings)
 
     def _tell(self, metrics: dict[str, Any], timings: dict[str, Any] | None = None) -> None:
@@ -191,7 +208,8 @@ class DepthTrainer(Trainer):
         """Causal and look-ahead loss on the validation windows; alike on all processes, as sharded layers need it."""
         device = next(self.model.parameters()).device
         batches = (batch.to(device) for batch in self.eval_dataset.batches(self.args.per_device_eval_batch_size))
-        found = evaluate(self.model, batches)
+        with self.clock.paused():
+            found = evaluate(self.model, batches)
         metrics = {"step": self.state.global_step, "validation_loss": found.loss}
         if isinstance(self.model, RoutedCausalLM):
             metrics["validation_lookahead_loss"] = found.lookahead_loss
@@ -205,15 +223,16 @@ class DepthTrainer(Trainer):
         """Weights and optimizer by torch's DCP in safetensors, the rest as the Trainer has it; the marker last."""
         folder = self.run.folder / f"{PREFIX}{self.state.global_step}"
         try:
-            with writing(folder):
+            with self.clock.paused(), writing(folder):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     self.run.complete(folder)
+                self.accelerator.wait_for_everyone()
         except OSError:
-            shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+            if not (folder / MARKER).exists():
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
             raise
-        self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model as transformers reads it; a checkpoint holds its config alone, and its weights by DCP."""
@@ -288,6 +307,8 @@ class LogAtCheckpoints(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save:
             control.should_log = True
+        if state.global_step == state.max_steps:  # the finished model is evaluated in any case
+            control.should_evaluate = False
 
 
 class FollowSchedule(TrainerCallback):
@@ -306,28 +327,27 @@ class Clock(TrainerCallback):
     """Times training alone: evaluation and checkpoints do not count."""
 
     def __init__(self) -> None:
-        self.start, self.seconds, self.step, self.flops = 0.0, 0.0, 0, 0
+        self.start, self.step = 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start, self.step, self.flops = time.perf_counter(), state.global_step, int(state.total_flos)
+        self.start, self.step = time.perf_counter(), state.global_step
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
 
-    on_evaluate = on_save
-
-    def read(self, step: int, tokens_per_step: int, flops: int, peak: float | None) -> dict[str, Any]:
+    def read(self, step: int, schedule: Schedule, peak: float | None) -> dict[str, Any]:
         """Speed since the last reading."""
         now = time.perf_counter()
         elapsed = max(now - self.start, 1e-9)
-        timings = {
-            "step": step,
-            "seconds": elapsed,
-            "tokens_per_second": (step - self.step) * tokens_per_step / elapsed,
-        }
+        speed = (step - self.step) * schedule.tokens_per_step / elapsed
+        timings = {"step": step, "seconds": elapsed, "tokens_per_second": speed}
         if peak is not None:
-            timings["share_of_peak"] = (flops - self.flops) / elapsed / peak
-        self.start, self.step, self.flops = now, step, flops
+            flops = schedule.flops_until(step) - schedule.flops_until(self.step)
+            timings["share_of_peak"] = flops / elapsed / peak
+        self.start, self.step = now, step
         return timings
 
 
@@ -339,8 +359,9 @@ class Progress(TrainerCallback):
         self.bar = tqdm(disable=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        done = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-        self.bar = tqdm(desc="training", **done, mininterval=1, smoothing=0.1, disable=not self.is_shown)
+        if self.is_shown:
+            done = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+            self.bar = tqdm(desc="training", **done, mininterval=1, smoothing=0.1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update()

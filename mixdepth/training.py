@@ -1,8 +1,10 @@
 """`train`: a budget in, a model and its numbers out, in a folder that remembers how far it got."""
 
+import functools
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 import mixdepth
 from mixdepth.data import Corpus, collate, load_corpus
@@ -18,9 +22,10 @@ from mixdepth.files import write_json
 from mixdepth.flops import find_shape
 from mixdepth.hf import route
 from mixdepth.run import RESULT, Run, step_of, writing
-from mixdepth.schedule import Schedule, plan
+from mixdepth.schedule import CAPACITY_LEVELS, Schedule, plan
 from mixdepth.settings import TrainConfig
 from mixdepth.shape import model_config
+from mixdepth.sources import absolute
 from mixdepth.trainer import DepthTrainer
 
 PEAK_SIZE = 1024
@@ -34,19 +39,22 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     """
     if config is not None and settings:
         raise ValueError(f"give a TrainConfig or settings, not both: {', '.join(settings)}")
-    config = TrainConfig.from_dict(settings) if config is None else config
+    given = TrainConfig.from_dict(settings) if config is None else config
+    config = replace(given, corpus=absolute(given.corpus))
     state = PartialState(cpu=not torch.accelerator.is_available())
     run = Run(out)
-    with state.main_process_first():  # the others find the tokens in the cache
-        corpus = load_corpus(
-            config.corpus, config.tokenizer, text_field=config.text_field, validation=config.validation
-        )
+
+    options: dict[str, Any] = {"text_field": config.text_field, "validation": config.validation}
+    read = functools.partial(load_corpus, config.corpus, config.tokenizer, **options)
+    main_first(state, read)  # the others find the tokens in the cache
+    corpus = read()
     config = with_shape(config, len(corpus.tokenizer))
     check_windows(corpus, config)
     model = make_model(config, len(corpus.tokenizer))
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = corpus.tokenizer.eos_token_id
     schedule = plan(model, config)
-    rate = config.learning_rate or default_learning_rate(model, config)
+    rate = config.learning_rate or default_learning_rate(config)
+    trainer_arguments = arguments(run, config, schedule, rate, state.num_processes)
     about = {
         "settings": config.to_dict(),
         "corpus_digest": corpus.digest,
@@ -56,43 +64,45 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
         "learning_rate": rate,
         "versions": {package.__name__: package.__version__ for package in (mixdepth, torch, transformers)},
     }
-    with run.open(about) if state.is_main_process else nullcontext():
+    with ExitStack() as stack:
+        main_first(state, lambda: stack.enter_context(run.open(about)))
+        if run.result is None:
+            _train(run, config, corpus, model, schedule, trainer_arguments, state)
         state.wait_for_everyone()
-        if run.result is not None:
-            return run
-        if state.is_main_process:
-            with writing(run.folder):
-                corpus.tokenizer.save_pretrained(run.folder)
-        _train(run, config, corpus, model, schedule, rate, state)
     return run
 
 
 def _train(
-    run: Run, config: TrainConfig, corpus: Corpus, model: Any, schedule: Schedule, rate: float, state: PartialState
+    run: Run, config: TrainConfig, corpus: Corpus, model: Any, schedule: Schedule, args: Any, state: PartialState
 ) -> None:
-    checkpoint, damaged = run.newest_checkpoint()
-    state.wait_for_everyone()  # all have looked
-    if state.is_main_process:
-        epochs = schedule.steps * config.batch_size / len(corpus.train.windows(config.context))
+    windows = corpus.train.windows(config.context).whole_batches(config.batch_size)
+
+    def begin() -> Path | None:
+        epochs = schedule.steps * config.batch_size / len(windows)
         tell(
             f"{type(model).__name__} of {model.num_parameters():,} parameters: {schedule.steps:,} steps, "
             f"{schedule.flops:.3g} FLOPs, {epochs:.2f} epochs of {config.corpus}"
         )
-        for sentence in damaged:
-            tell(f"{sentence}: going back to {checkpoint.name if checkpoint else 'the start'}")
-        if checkpoint is not None:
-            tell(f"going on from {checkpoint.name}")
-        run.go_back_to(checkpoint)
-    state.wait_for_everyone()
+        with writing(run.folder):
+            corpus.tokenizer.save_pretrained(run.folder)
+            checkpoint, damaged = run.newest_checkpoint()
+            for sentence in damaged:
+                tell(f"{sentence}: going back to {checkpoint.name if checkpoint else 'the start'}")
+            if checkpoint is not None:
+                tell(f"going on from {checkpoint.name}")
+            run.go_back_to(checkpoint)
+        return checkpoint
+
+    checkpoint = main_first(state, begin)
     trainer = DepthTrainer(
         model,
-        arguments(run, config, schedule, rate, state.num_processes),
+        args,
         run=run,
         schedule=schedule,
         router_learning_rate=config.router_learning_rate,
         shard=config.engine == "fsdp" and state.num_processes > 1,
         peak=matmul_peak(state.device, torch.bfloat16 if config.bf16 else torch.float32) * state.num_processes,
-        train_dataset=corpus.train.windows(config.context),
+        train_dataset=windows,
         eval_dataset=corpus.validation.windows(config.context).spread(config.eval_windows),
         data_collator=collate,
     )
@@ -107,7 +117,24 @@ def _train(
         spent = {"tokens": schedule.steps * schedule.tokens_per_step, "flops": schedule.flops}
         with writing(run.folder):
             write_json(run.folder / RESULT, {**found, "validation_bits_per_byte": bits, **spent})
-    state.wait_for_everyone()
+
+
+def main_first(state: PartialState, work: Callable[[], Any]) -> Any:
+    """Do it on the first process and hand the result to all; what it refuses, all refuse."""
+    answer: list[Any] = [None, None]
+    if state.is_main_process:
+        try:
+            answer[0] = work()
+        except (ValueError, OSError) as error:
+            answer[1] = error
+    if state.num_processes > 1:
+        told = [answer[0] if isinstance(answer[0], Path) else None, None if answer[1] is None else str(answer[1])]
+        broadcast_object_list(told)
+        if not state.is_main_process:
+            answer = [told[0], None if told[1] is None else ValueError(told[1])]
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def tell(sentence: str) -> None:
@@ -120,7 +147,7 @@ def with_shape(config: TrainConfig, vocab_size: int) -> TrainConfig:
         return config
     rest = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
     layers, width = find_shape(config.shape, config.depth, vocab_size=vocab_size, context=config.context, **rest)
-    return replace(config, layers=layers, width=width)
+    return replace(config, layers=layers, width=width, shape=None)
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> Any:
@@ -143,9 +170,9 @@ def check_windows(corpus: Corpus, config: TrainConfig) -> None:
             )
 
 
-def default_learning_rate(model: Any, config: TrainConfig) -> float:
-    """See docs/train.md and LOG.md, section 4."""
-    return 4e-3
+def default_learning_rate(config: TrainConfig) -> float:
+    """4e-3 at a width of 64, and in inverse proportion to it: LOG.md, section 4."""
+    return 4e-3 * 64 / config.width
 
 
 def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, num_processes: int) -> TrainingArguments:
@@ -158,6 +185,12 @@ def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, nu
     micro = min(config.micro_batch_size or share, share)
     if share % micro:
         raise ValueError(f"micro_batch_size={micro} does not divide a process's share of {share} windows")
+    known = get_available_reporting_integrations()
+    for name in config.report_to:
+        if name not in known:
+            raise ValueError(f"report_to={name!r} is not installed; there is {', '.join(known) or 'none'}")
+    if config.compile:  # a graph for each capacity on its way down, with and without routes for the log
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * CAPACITY_LEVELS)
     return TrainingArguments(
         output_dir=str(run.folder),
         max_steps=schedule.steps,
@@ -165,8 +198,6 @@ def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, nu
         gradient_accumulation_steps=share // micro,
         per_device_eval_batch_size=16,
         learning_rate=rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(1, round(config.warmup * schedule.steps)),
         weight_decay=config.weight_decay,
         adam_beta2=config.beta2,
         max_grad_norm=config.max_grad_norm,

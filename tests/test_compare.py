@@ -82,10 +82,27 @@ def test_the_command_prints_a_table_and_the_same_numbers_each_time(runs, capsys,
     )
 
 
+def test_another_text_is_read_with_the_runs_own_tokens(runs, tmp_path):
+    other = write_folder(tmp_path / "other", documents(60)[40:])
+    model, tokenizer, *_ = mixdepth.load(str(runs / "bpe"))
+    (entry,) = mixdepth.evaluate_runs([str(runs / "bpe")], corpus=other).entries
+    text = load_corpus(other, str(runs / "bpe"))
+    assert text.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert entry.evaluation == mixdepth.evaluate(model, text.validation.windows(32).batches(16))
+    assert load_corpus(other, "bpe:300").tokenizer.get_vocab() != tokenizer.get_vocab()
+
+
+def test_a_single_window_has_no_interval(runs):
+    (entry,) = mixdepth.evaluate_runs([str(runs / "mod")], windows=1).entries
+    assert entry.evaluation.gap.low is None
+    assert "[" not in str(mixdepth.evaluate_runs([str(runs / "mod")], windows=1))
+
+
 def test_models_with_other_tokens_are_compared_by_bits_per_byte_alone(runs):
     found = mixdepth.evaluate_runs([str(runs / "dense"), str(runs / "bpe")])
     assert found.difference(found.entries[1]) is None
     assert found.entries[1].bits_per_nat < found.entries[0].bits_per_nat
+    assert "not on the same windows" in str(found)
 
 
 def test_a_checkpoint_and_a_plain_folder_can_be_evaluated_too(runs, tmp_path):
@@ -113,6 +130,7 @@ def test_what_cannot_be_evaluated_is_answered_in_a_sentence(runs, tmp_path, caps
         ([str(tmp_path / "begun")], "is a run without a finished checkpoint: start its training again"),
         ([str(tmp_path / "plain")], "has no tokenizer"),
         ([mod, "--context", "100000"], "is shorter than a window of 100000 tokens"),
+        ([mod, "--windows", "0"], "windows must be a whole number of at least 1, not 0"),
     ):
         assert main(["eval", *arguments]) == 2
         last = capsys.readouterr().err.splitlines()[-1]

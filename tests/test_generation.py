@@ -106,6 +106,7 @@ def test_the_command_writes_text_and_colours(run):
         (["RUN", ""], "give at least one prompt, and none that is empty"),
         (["RUN", "x", "--temperature", "0"], "temperature"),
         (["RUN", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["RUN", "x", "--num-beams", "0"], "num_beams must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_generated_is_answered_in_a_sentence(arguments, message, run, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Training: what a run writes, and that nothing can disturb it."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -14,6 +15,8 @@ from corpora import TINY, call, command, documents, flags, lines, write_folder
 from safetensors.torch import load_file
 
 import mixdepth
+from mixdepth import training
+from mixdepth.cli import main
 from mixdepth.data import load_corpus
 from mixdepth.run import Run
 from mixdepth.schedule import plan
@@ -120,7 +123,7 @@ def test_a_run_tells_all_that_happened(finished, corpus):
     assert run.result["flops"] == run.about["flops"] == 60 * step_flops
     timings = lines(run.folder / "timings.jsonl")
     assert [line["step"] for line in timings] == [line["step"] for line in training]
-    assert all(line["tokens_per_second"] > 0 and 0 < line["share_of_peak"] < 1 for line in timings)
+    assert all(line["tokens_per_second"] > 0 and line["share_of_peak"] > 0 for line in timings)
     assert len(run.checkpoints()) == 2
     dense = [line for line in Run(finished / "dense").metrics if "loss" in line]
     assert all("lm_loss" not in line and "layers" not in line for line in dense)
@@ -128,8 +131,18 @@ def test_a_run_tells_all_that_happened(finished, corpus):
 
 def test_the_learning_rate_rises_and_falls_to_zero_at_the_last_step(finished):
     rates = {line["step"]: line["learning_rate"] for line in Run(finished / "mod").metrics if "loss" in line}
-    assert rates[3] == pytest.approx(4e-3 * 2 / 3)  # warm-up takes 3 of 60 steps
-    assert rates[60] == pytest.approx(4e-3 * 0.5 * (1 + torch.tensor(torch.pi * 56 / 57).cos().item()), rel=1e-3)
+    rising = round(Run(finished / "mod").settings.warmup * 60)
+    assert rates[1] == pytest.approx(4e-3 / rising)
+    assert rates[rising] == pytest.approx(4e-3)
+    assert rates[60] == pytest.approx(2e-3 * (1 + math.cos(math.pi * (59 - rising) / (60 - rising))))
+    schedule = plan(make_model(Run(finished / "mod").settings, 256), Run(finished / "mod").settings)
+    assert schedule.learning_rate_at(60) == 0
+    assert plan_of(warmup=0.0, steps=1).learning_rate_at(0) == 1
+
+
+def plan_of(**settings):
+    config = mixdepth.TrainConfig(layers=2, width=32, context=32, batch_size=4, depth=None, **settings)
+    return plan(make_model(config, 256), config)
 
 
 def test_the_result_is_the_loss_of_the_model_that_was_saved(finished, corpus):
@@ -161,18 +174,21 @@ def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_
 
 
 def test_micro_batches_change_nothing_but_the_order_of_sums(corpus, tmp_path):
+    small = write_folder(tmp_path / "texts", documents(20, 150))  # not a multiple of 4 windows, and 3 epochs of them
+    num_windows = len(load_corpus(small).train.windows(32))
+    assert num_windows % 4
     runs = []
     for micro in (4, 1):
-        settings = {**TINY, "corpus": corpus, "steps": 6, "micro_batch_size": micro}
+        settings = {**TINY, "corpus": small, "steps": 3 * (num_windows // 4), "micro_batch_size": micro}
         depth = mixdepth.DepthConfig(capacity=0.25, predictor_loss_coef=0.5)
         runs.append(mixdepth.train(tmp_path / str(micro), **settings, depth=depth).metrics)
     for ours, theirs in zip(*runs, strict=True):
         for name in ("loss", "lm_loss", "predictor_loss", "grad_norm"):
             if name in ours:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name  # after many steps
         if "layers" in ours:
-            for name in ("capacity", "causal_capacity", "precision", "recall", "gate_mean", "gate_std"):
-                assert ours["layers"][name] == pytest.approx(theirs["layers"][name], rel=1e-4), name
+            for name in ours["layers"]:
+                assert ours["layers"][name] == pytest.approx(theirs["layers"][name], rel=1e-2), name
 
 
 @pytest.mark.parametrize("budget", [{"flops": 1e9}, {"tokens": 6_000}, {"steps": 40}])
@@ -183,14 +199,14 @@ def test_a_budget_is_spent_to_the_last_step_that_fits(budget, capacity_steps):
     config = mixdepth.TrainConfig(**shape, **budget, capacity_steps=capacity_steps, depth=depth)
     model = make_model(config, 256)
     schedule = plan(model, config)
-    spent = sum(schedule.flops_at(step, 4) for step in range(schedule.steps))
+    spent = sum(schedule.flops_at(step) for step in range(schedule.steps))
     assert schedule.flops == spent
     if "flops" in budget:
-        assert spent <= 1e9 < spent + schedule.flops_at(schedule.steps, 4)
+        assert spent <= 1e9 < spent + schedule.flops_at(schedule.steps)
     else:
         assert schedule.steps == {"tokens": 6_000 // 128, "steps": 40}[next(iter(budget))]
     assert model.depth_config.capacity == 0.25
-    assert schedule.flops_at(schedule.steps, 1) == 3 * mixdepth.count_flops(model, 32).total
+    assert schedule.flops_at(schedule.steps) == 3 * 4 * mixdepth.count_flops(model, 32).total
     capacities = [schedule.capacity_at(step) for step in range(21)]
     assert capacities[20] == 0.25
     assert capacities[0] == (1 if capacity_steps else 0.25)
@@ -222,6 +238,7 @@ def interrupted(finished, tmp_path):
 
 
 def again(run):
+    """The same command once more, in a process of its own."""
     return call("train", *same(run), "--out", str(run))
 
 
@@ -266,42 +283,67 @@ def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished):
     assert weights(interrupted) == weights(finished / "mod")
 
 
-def test_a_finished_run_is_not_trained_again(finished):
+def test_a_folder_that_is_named_like_a_checkpoint_is_left_alone(interrupted):
+    shutil.copytree(interrupted / "checkpoint-40", interrupted / "checkpoint-40-backup")
+    (interrupted / "checkpoint-notes").mkdir()
+    assert again(interrupted).returncode == 0
+    assert (interrupted / "checkpoint-40-backup" / "complete.json").exists()
+    assert (interrupted / "checkpoint-notes").exists()
+
+
+def test_a_checkpoint_whose_logs_were_lost_falls_back_too(interrupted, finished):
+    marker = json.loads((interrupted / "checkpoint-40" / "complete.json").read_text())
+    os.truncate(interrupted / "metrics.jsonl", marker["metrics.jsonl"] + 10)
+    process = again(interrupted)
+    assert (
+        "checkpoint-60 is damaged (metrics.jsonl is shorter than it was): going back to checkpoint-40" in process.stderr
+    )
+    assert (interrupted / "metrics.jsonl").read_bytes() == (finished / "mod" / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_is_not_trained_again(finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in (finished / "mod").rglob("*") if path.name != ".lock"}
-    process = again(finished / "mod")
-    assert process.returncode == 0
-    assert json.loads(process.stdout) == Run(finished / "mod").result
+    assert main(["train", *same(finished / "mod"), "--out", str(finished / "mod")]) == 0
+    assert json.loads(capsys.readouterr().out) == Run(finished / "mod").result
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def refused(*arguments, **environment):
-    process = call(*arguments, **environment)
-    assert process.returncode == 2, (arguments, process.stdout, process.stderr)
-    assert "Traceback" not in process.stderr
-    last = process.stderr.splitlines()[-1]
-    assert last.startswith("mixdepth: ")
-    return last
+@pytest.fixture
+def refused(capsys):
+    """The sentence by which a command is refused."""
+
+    def sentence(*arguments):
+        assert main([*arguments]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("mixdepth: ")
+        return last
+
+    return sentence
 
 
-def test_a_folder_with_another_run_is_refused_and_the_difference_named(finished):
+def test_a_folder_with_another_run_is_refused_and_the_difference_named(finished, refused):
     other = [*same(finished / "mod"), "--out", str(finished / "mod")]
     message = refused("train", *other, "--seed", "3", "--weight-decay", "0.2", "--gate", "tanh")
     assert "weight_decay was 0.1 and is now 0.2; seed was 0 and is now 3" in message
     assert "depth.gate was 'raw' and is now 'tanh'" in message
     assert "Choose another --out" in message
+    dense = [part for part in other if part not in ("--capacity", "0.25")]
+    assert "holds a run of a routed model: choose another --out" in refused("train", *dense, "--dense")
+    dense = [*same(finished / "dense"), "--out", str(finished / "dense")]
+    assert "holds a run of a dense model: choose another --out" in refused("train", *dense)
 
 
-def test_a_run_whose_corpus_has_changed_is_refused(corpus, interrupted, tmp_path):
+def test_a_run_whose_corpus_has_changed_is_refused(corpus, tmp_path, refused):
     text = tmp_path / "text.txt"
     text.write_text("".join(documents(20)))
     arguments = ["train", *flags({**TINY, "steps": 3, "corpus": text}), "--out", str(tmp_path / "run")]
-    assert call(*arguments).returncode == 0
+    assert main(arguments) == 0
     text.write_text("".join(documents(21)))
     (tmp_path / "run" / "result.json").unlink()
     assert "is no longer what" in refused(*arguments)
 
 
-def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
+def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path, refused):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3})]
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("Dear")
@@ -314,7 +356,7 @@ def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
     assert "cannot be written" in refused(*arguments, "--out", "/proc/run")
 
 
-def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
+def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path, refused):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3000}), "--out", str(tmp_path / "run")]
     first = start(*arguments)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
@@ -336,29 +378,29 @@ def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
         ({"steps": 3, "width": 33}, "width must be a multiple of 16"),
         ({"steps": 3, "capacity": 1.5}, "capacity must be a fraction in (0, 1], not 1.5"),
         ({"steps": 3, "batch_size": 4, "micro_batch_size": 3}, "batch_size must be a multiple of micro_batch_size=3"),
-        ({"steps": 3, "capacity_steps": 5}, "capacity_steps must be at most the 3 steps"),
-        ({"steps": 3, "shape": "huge"}, "shape must be as in 'params=1.5M'"),
+        ({"steps": 3, "capacity_steps": 3}, "capacity_steps must be below the 3 steps"),
         ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
         ({"steps": 3, "learning_rate": "fast"}, "learning_rate must be a positive number, not 'fast'"),
         ({"steps": 3, "engine": "magic"}, "engine must be one of ddp, fsdp, not 'magic'"),
-        ({"steps": 3, "corpus": "nowhere"}, "corpus 'nowhere' is no file"),
+        ({"steps": 3, "corpus": "nowhere"}, "nowhere' is no file, folder or glob"),
         ({"steps": 3, "tokenizer": "bpe:9"}, "must say how many tokens"),
+        ({"steps": 3, "validation": "abc"}, "validation must be a positive number, not 'abc'"),
+        ({"steps": 3, "warmup": "none"}, "warmup must be a number, not None"),
+        ({"steps": 3, "seed": 2**32}, "seed must be below 2**32"),
+        ({"steps": 3, "report_to": "wandb"}, "report_to='wandb' is not installed; there is "),
+        ({"steps": 3, "shape": "params=1M"}, "shape finds layers and width: give it or layers, not both"),
+        ({"steps": 3, "dense": "", "gate": "raw"}, "a dense model has no gate"),
     ],
 )
-def test_a_wrong_setting_is_answered_in_a_sentence(change, message, corpus, tmp_path, capsys):
-    from mixdepth.cli import main
-
-    settings = {**TINY, "corpus": corpus, **change}
-    assert main(["train", *flags(settings), "--out", str(tmp_path / "run")]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("mixdepth: ")
-    assert message in last
+def test_a_wrong_setting_is_answered_in_a_sentence(change, message, corpus, tmp_path, refused):
+    settings = flags({**TINY, "corpus": corpus, **change})
+    assert message in refused("train", *(part for part in settings if part), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_diverges_stops_and_says_so(corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 60, "learning_rate": 1e9, "max_grad_norm": 0.0}
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step \d+: the run has diverged"):
+    with pytest.raises(ValueError, match=r"(loss|grad_norm) is (nan|inf) at step \d+: the run has diverged"):
         mixdepth.train(tmp_path / "run", **settings, depth=None)
 
 
@@ -376,6 +418,54 @@ def test_other_ways_of_computing_train_alike(setting, finished, corpus, tmp_path
     torch._dynamo.reset()
 
 
+def test_a_compiled_run_stays_compiled_while_capacity_falls(corpus, tmp_path):
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    settings = {**TINY, "corpus": corpus, "steps": 20, "capacity_steps": 16, "log_every": 100, "save_every": 100}
+    config = mixdepth.TrainConfig(**settings, compile=True, depth=mixdepth.DepthConfig(capacity=0.25))
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = training.arguments
+        patch.setattr(training, "arguments", lambda *args: with_backend(arguments(*args)))
+        torch._dynamo.register_backend(count, name="count")
+        mixdepth.train(tmp_path / "run", config)
+    torch._dynamo.reset()
+    assert len(compiled) >= 17  # one for each capacity, and the target's among them
+
+
+def with_backend(arguments):
+    arguments.torch_compile_backend = "count"
+    return arguments
+
+
+def test_experts_are_balanced_and_their_loss_is_told(corpus, tmp_path):
+    for name, depth in (("dense", None), ("routed", mixdepth.DepthConfig(capacity=0.25))):
+        settings = {**TINY, "corpus": corpus, "steps": 4, "num_experts": 4}
+        run = mixdepth.train(tmp_path / name, **settings, depth=depth)
+        line = run.metrics[0]
+        assert line["balance_loss"] > 0
+        assert "aux_loss" not in line
+        coefs = 0.001 * line["balance_loss"] + 0.01 * line.get("predictor_loss", 0.0)
+        assert line["loss"] == pytest.approx(line.get("lm_loss", line["loss"] - coefs) + coefs, rel=1e-6)
+
+
+def test_the_clock_stands_still_while_something_else_is_done(corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 30, "log_every": 30, "depth": None, "eval_windows": 50}
+    start = time.perf_counter()
+    run = mixdepth.train(tmp_path / "run", **settings, eval_every=2, save_every=3)
+    whole = time.perf_counter() - start
+    timings = lines(run.folder / "timings.jsonl")
+    trained = sum(line["seconds"] for line in timings)
+    assert trained < whole / 2
+    fast = mixdepth.train(tmp_path / "fast", **settings)
+    alone = sum(line["seconds"] for line in lines(fast.folder / "timings.jsonl"))
+    assert trained > alone / 5  # and it does not forget the steps in between
+
+
 def test_tensorboard_gets_the_same_numbers(corpus, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -390,19 +480,20 @@ def test_tensorboard_gets_the_same_numbers(corpus, tmp_path):
     assert "train/layer_1/precision" in board.Tags()["scalars"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine, corpus, tmp_path):
+@pytest.mark.parametrize(("engine", "causal"), [("ddp", "threshold"), ("fsdp", "predictor")])
+def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine, causal, corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 40, "save_every": 20, "predictor_loss_coef": 0.5, "capacity": 0.25}
-    arguments = ["train", *flags(settings)]
+    arguments = ["train", *flags({**settings, "causal": causal})]
     assert call(*arguments, "--out", str(tmp_path / "one")).returncode == 0
     two = tmp_path / "two"
     process = call(*arguments, "--engine", engine, "--out", str(two), processes=2)
     assert process.returncode == 0, process.stderr
     compare(two, tmp_path / "one")
+    metrics, model = (two / "metrics.jsonl").read_bytes(), weights(two)
 
     # One process loads the two's checkpoint and goes on with it; two go on with that of one.
-    for run, processes in ((two, 1), (tmp_path / "one", 2)):
-        other = tmp_path / f"from_{run.name}"
+    for run, processes in ((two, 1), (tmp_path / "one", 2), (two, 2)):
+        other = tmp_path / f"from_{run.name}_to_{processes}"
         shutil.copytree(run, other)
         (other / "result.json").unlink()
         shutil.rmtree(other / "checkpoint-40")
@@ -410,12 +501,35 @@ def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine
         assert process.returncode == 0, process.stderr
         assert "going on from checkpoint-20" in process.stderr
         compare(other, tmp_path / "one")
+        if (run, processes) == (two, 2):
+            assert (other / "metrics.jsonl").read_bytes() == metrics
+            assert weights(other) == model
+
+
+def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(corpus, tmp_path):
+    arguments = [
+        "train",
+        *flags({**TINY, "corpus": corpus, "steps": 3, "batch_size": 5}),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    process = call(*arguments, processes=2)
+    assert process.returncode != 0
+    assert process.stderr.count("batch_size=5 cannot be shared by 2 processes: make it a multiple") == 1
+    assert "mixdepth/training.py" not in process.stderr
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").touch()
+    process = call("train", *flags(settings), "--out", str(tmp_path / "run"), processes=2)
+    assert process.stderr.count("holds 'mine.txt' and no run.json") == 1
+    assert "Connection closed" not in process.stderr
 
 
 def compare(run, expected):
     """Losses and gradients up to the order of sums. Weights would say less: where a gradient is almost zero, AdamW
     makes steps of its rounding."""
     for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(expected / "metrics.jsonl"), strict=True):
+        assert ours.keys() == theirs.keys()
         for name in ours.keys() & {"loss", "lm_loss", "predictor_loss", "grad_norm", "validation_loss"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (name, ours["step"])
         for name in ("flops", "tokens", "learning_rate"):
@@ -443,5 +557,7 @@ def test_settings_go_through_json_and_back():
     assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     dense = mixdepth.TrainConfig(steps=3, depth=None)
     assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(dense.to_dict()))) == dense
+    with pytest.raises(ValueError, match="shape must be as in 'params=1.5M' or 'flops=2M', not 'huge'"):
+        mixdepth.find_shape("huge")
     with pytest.raises(ValueError, match="there is no training setting 'stepps'"):
         mixdepth.TrainConfig.from_dict({"stepps": 3})

@@ -145,7 +145,8 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         out = RoutedCausalLMOutput(**{name: dense.get(name) for name in OUTPUT_NAMES})
         if output_routes:
             out.routes, out.loads = routes, loads or None
-        out.lm_loss, out.balance_loss = out.loss, out.aux_loss
+        # a copy, since the Trainer scales the loss in place
+        out.lm_loss, out.balance_loss = None if out.loss is None else out.loss.clone(), out.aux_loss
         if out.loss is not None and out.aux_loss is not None:  # transformers has added the experts' loss
             out.lm_loss = out.loss - _balance_coef(self.config) * out.aux_loss
         if wants_logits and out.router_logits is None:
