@@ -33,12 +33,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from mixdepth.evaluation import evaluate
 from mixdepth.hf import RoutedCausalLM, UpdateRouters, set_capacity
 from mixdepth.hf.architectures import decoder_layers
+from mixdepth.hf.routing import ROUTER_NAME
 from mixdepth.run import MARKER, METRICS, PREFIX, TIMINGS, Run, step_of, writing
 from mixdepth.schedule import Schedule
 from mixdepth.statistics import describe, routing_counts
 
 LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
-ROUTER = "depth_router"
 STATE_FOLDER = "state"
 
 
@@ -133,7 +133,7 @@ class DepthTrainer(Trainer):
             groups: dict[str, list[Any]] = {"matrices": [], "vectors": [], "routers": []}
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    kind = "routers" if ROUTER in name else "matrices" if name in decaying else "vectors"
+                    kind = "routers" if ROUTER_NAME in name else "matrices" if name in decaying else "vectors"
                     groups[kind].append(parameter)
             optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             rate = {"lr": options["lr"] * self.router_learning_rate}

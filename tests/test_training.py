@@ -15,7 +15,6 @@ from corpora import TINY, call, command, documents, flags, lines, write_folder
 from safetensors.torch import load_file
 
 import mixdepth
-from mixdepth import training
 from mixdepth.cli import main
 from mixdepth.data import load_corpus
 from mixdepth.run import Run
@@ -428,18 +427,12 @@ def test_a_compiled_run_stays_compiled_while_capacity_falls(corpus, tmp_path):
     torch._dynamo.reset()
     settings = {**TINY, "corpus": corpus, "steps": 20, "capacity_steps": 16, "log_every": 100, "save_every": 100}
     config = mixdepth.TrainConfig(**settings, compile=True, depth=mixdepth.DepthConfig(capacity=0.25))
-    with pytest.MonkeyPatch.context() as patch:
-        arguments = training.arguments
-        patch.setattr(training, "arguments", lambda *args: with_backend(arguments(*args)))
-        torch._dynamo.register_backend(count, name="count")
+    compile_model = torch.compile
+    with pytest.MonkeyPatch.context() as patch:  # counted, and not translated to machine code
+        patch.setattr(torch, "compile", lambda model, **options: compile_model(model, backend=count))
         mixdepth.train(tmp_path / "run", config)
     torch._dynamo.reset()
     assert len(compiled) >= 17  # one for each capacity, and the target's among them
-
-
-def with_backend(arguments):
-    arguments.torch_compile_backend = "count"
-    return arguments
 
 
 def test_experts_are_balanced_and_their_loss_is_told(corpus, tmp_path):
@@ -507,12 +500,8 @@ def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine
 
 
 def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(corpus, tmp_path):
-    arguments = [
-        "train",
-        *flags({**TINY, "corpus": corpus, "steps": 3, "batch_size": 5}),
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    settings = {**TINY, "corpus": corpus, "steps": 3}
+    arguments = ["train", *flags({**settings, "batch_size": 5}), "--out", str(tmp_path / "run")]
     process = call(*arguments, processes=2)
     assert process.returncode != 0
     assert process.stderr.count("batch_size=5 cannot be shared by 2 processes: make it a multiple") == 1
@@ -557,7 +546,7 @@ def test_settings_go_through_json_and_back():
     assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     dense = mixdepth.TrainConfig(steps=3, depth=None)
     assert mixdepth.TrainConfig.from_dict(json.loads(json.dumps(dense.to_dict()))) == dense
-    with pytest.raises(ValueError, match="shape must be as in 'params=1.5M' or 'flops=2M', not 'huge'"):
+    with pytest.raises(ValueError, match=r"shape must be as in 'params=1\.5M' or 'flops=2M', not 'huge'"):
         mixdepth.find_shape("huge")
     with pytest.raises(ValueError, match="there is no training setting 'stepps'"):
         mixdepth.TrainConfig.from_dict({"stepps": 3})

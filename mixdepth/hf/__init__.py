@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.hf.architectures import SUPPORTED, check_settings, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
-from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, keep_settings, route_layers, routed_classes
+from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, routed_classes
+from mixdepth.hf.routing import keep_settings, route_layers
 from mixdepth.hf.trainer import UpdateRouters
 from mixdepth.router import Chooser
 

@@ -31,13 +31,13 @@ from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.experts import ExpertLoad, ExpertRouter, balance_loss
 from mixdepth.hf.architectures import SUPPORTED, check_settings, decoder_layers, expert_block
 from mixdepth.hf.cache import unsupported_cache
-from mixdepth.hf.layer import DepthContext, HalvesLayer, RoutedExperts, RoutedLayer, mixed
+from mixdepth.hf.layer import DepthContext, RoutedExperts, RoutedLayer
+from mixdepth.hf.routing import ROUTER_NAME, route_layers
 from mixdepth.losses import RoutingLoss, routing_losses
 from mixdepth.router import Chooser, Router
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
-ROUTER_NAME = "depth_router"
 GUARD = "routed: import mixdepth and load with AutoModelForCausalLM"
 """Stands in config.json for `use_cache`, which every dense config class checks to be true or false: a
 dense class that is asked for by name refuses the folder, and quotes this."""
@@ -286,57 +286,6 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_object, (self.config.model_type, 1), self.__dict__
-
-
-def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
-    """Turn the chosen decoder layers of the model into routed ones, in place, with new routers."""
-    layers = decoder_layers(model)
-    width = model.config.get_text_config(decoder=True).hidden_size
-    capacities = config.routed_layers(len(layers))
-    by_halves = config.target != "block" or config.gate_on != "block"
-    last_exit = None
-    for index in range(len(layers)):
-        layer: Any = layers[index]
-        experts = None if config.experts is None else expert_block(layer)
-        is_routed = index in capacities or last_exit is not None
-        mixins: list[Any] = [RoutedLayer] if is_routed else []
-        if experts is not None or (is_routed and by_halves):
-            mixins.append(HalvesLayer)
-        if not mixins:
-            continue
-        layer_class: Any = type(layer)
-        layer.__class__ = mixed(*mixins, layer_class)
-        layer.depth_index = index
-        if experts is not None:
-            route_experts(experts, config)
-        if is_routed:
-            layer.depth_target, layer.depth_gate_on, layer.depth_exit = config.target, config.gate_on, last_exit
-            layer.depth_router = None
-        if index in capacities:
-            layer.depth_router = Router(width, config, capacities[index], index).train(layer.training)
-            last_exit = index if config.scheme == "early_exit" else None
-        model._no_split_modules.add(type(layer).__name__)
-    model._keep_in_fp32_modules_strict.add(ROUTER_NAME)
-    keep_settings(model, config)
-
-
-def route_experts(block: Any, config: DepthConfig) -> None:
-    """Give a mixture-of-experts block a router of ours; no-op experts are further rows of its gate."""
-    block_class: Any = type(block)
-    block.__class__ = mixed(RoutedExperts, block_class)
-    block.experts._is_expert_parallel = True  # the fused kernels then skip tokens at no expert
-    weight = block.gate.weight
-    if config.num_noop_experts:
-        more = torch.randn(config.num_noop_experts, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        more *= 0.02
-        block.gate.weight = nn.Parameter(torch.cat([weight.detach(), more]))
-    router = ExpertRouter(config, block.experts.num_experts, block.gate.top_k)
-    block.depth_router = router.train(block.training)
-
-
-def keep_settings(model: PreTrainedModel, config: DepthConfig) -> None:
-    model.depth_config = config
-    model.config.depth = config.to_dict()
 
 
 @functools.cache
