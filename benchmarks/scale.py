@@ -16,7 +16,7 @@ from pathlib import Path
 
 from machine import describe, header, median, row
 
-SHAPES = ((4, 128), (6, 192), (8, 256), (8, 512), (12, 768))
+SHAPES = ((4, 128), (6, 192), (8, 256), (8, 512))
 STEPS = 8
 
 CHILD = """

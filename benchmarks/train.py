@@ -19,8 +19,8 @@ from pathlib import Path
 from machine import describe, header, median, row, spread
 
 SHAPES = {"8 x 256": {"layers": 8, "width": 256}, "4 x 64": {"layers": 4, "width": 64}}
-STEPS = {"8 x 256": 24, "4 x 64": 200}
-REPEATS = 5
+STEPS = {"8 x 256": 16, "4 x 64": 150}
+REPEATS = 3
 
 
 def settings(kind: str, shape: str) -> dict:

@@ -104,7 +104,7 @@ def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path)
         (["--scheme", "soft", "--capacity", "0.5"], "scheme='soft' processes every token"),
         (["--routed-layers", "9"], "layers must be below the model's 8 layers, not 9"),
         (["--experts", "token_choice"], "needs a mixture of experts"),
-        (["--num-experts", "-1"], "experts_per_token must be from 1 to num_experts=-1, not 2"),
+        (["--num-experts", "-1"], "num_experts must be a whole number of at least 0, not -1"),
         ([str(folder), "--width", "64"], "width has no meaning beside a folder"),
     ):
         process = run("flops", *arguments)
