@@ -33,6 +33,12 @@ def describe() -> str:
     return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, oneDNN: {isa}"
 
 
+def peak_memory() -> int:
+    """Bytes of this process at their highest. (getrusage would count those of the parent before exec too.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+
+
 def interleave(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, the functions taking turns, so that a drift of the machine hits all alike."""
     for function in functions.values():

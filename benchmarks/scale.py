@@ -20,15 +20,16 @@ SHAPES = ((4, 128), (6, 192), (8, 256), (8, 512))
 STEPS = 8
 
 CHILD = """
-import json, os, resource, sys
+import json, os, sys
 import mixdepth
+from machine import peak_memory
 from mixdepth import load_corpus
 load_corpus("stdlib")
 settings = json.loads(sys.argv[1])
 depth = None if settings.pop("kind") == "dense" else mixdepth.DepthConfig(capacity=0.125)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory()
 run = mixdepth.train(sys.argv[2], depth=depth, log_every=1, eval_windows=1, save_every=10**9, **settings)
-peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+peak = peak_memory() - before
 with open(sys.argv[2] + "/peak" + os.environ.get("RANK", "0"), "w") as file:
     file.write(str(peak))
 """
@@ -39,7 +40,7 @@ def measure(processes: int = 1, **settings: object) -> dict:
         script = Path(folder) / "child.py"
         script.write_text(CHILD)
         start = [sys.executable]
-        environment = {**os.environ, "TQDM_DISABLE": "1"}
+        environment = {**os.environ, "TQDM_DISABLE": "1", "PYTHONPATH": str(Path(__file__).parent)}
         if processes > 1:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
             environment["OMP_NUM_THREADS"] = "1"

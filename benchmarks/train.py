@@ -94,19 +94,21 @@ def overhead() -> None:
             )
 
 
-def peak_memory(kind: str) -> int:
+def memory_of_training(kind: str) -> int:
     """Bytes of a process that trains a few steps, at their highest, less those it has before it begins."""
     script = f"""
-import resource, tempfile, torch, mixdepth
-from mixdepth import load_corpus, training
+import tempfile, mixdepth
+from machine import peak_memory
+from mixdepth import load_corpus
 load_corpus("stdlib")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory()
 depth = None if {kind!r} == "dense" else mixdepth.DepthConfig(capacity=0.125)
 with tempfile.TemporaryDirectory() as folder:
     mixdepth.train(folder, layers=8, width=256, context=1024, depth=depth, steps=3, eval_windows=1, save_every=10**9)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(peak_memory() - before)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=here)
     return int(found.stdout.splitlines()[-1])
 
 
@@ -127,11 +129,16 @@ def start_up() -> float:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("overhead", "memory"), help="a part of it; memory comes with start-up")
+    options = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")
     print(f"{describe()}; {REPEATS} repeats, dense and routed, bare and trained taking turns\n", flush=True)
-    overhead()
-    memory = {kind: [peak_memory(kind) for _ in range(2)] for kind in ("dense", "routed")}
+    if options.only != "memory":
+        overhead()
+    if options.only == "overhead":
+        sys.exit()
+    memory = {kind: [memory_of_training(kind) for _ in range(2)] for kind in ("dense", "routed")}
     dense, routed = (min(values) / 2**20 for values in memory.values())
     print(f"\nPeak memory of training, 8 x 256, 8 windows of 1,024: dense {dense:,.0f} MiB, routed {routed:,.0f} MiB.")
     seconds = [start_up() for _ in range(3)]
