@@ -243,8 +243,9 @@ class DepthTrainer(Trainer):
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered, on the first process
         weights = get_model_state_dict(self.model, options=whole)
         if self.args.should_save:
+            own = own_names(self.model)
             with writing(self.run.folder):
-                self.model.save_pretrained(output_dir, state_dict=weights)
+                self.model.save_pretrained(output_dir, state_dict={k: v for k, v in weights.items() if k in own})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         writer = HuggingFaceStorageWriter(str(Path(output_dir) / STATE_FOLDER), save_distributed=True)
@@ -290,8 +291,13 @@ class DepthTrainer(Trainer):
 
 
 def model_tensors(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # tied ones once
+    own = own_names(model)
     return {f"model.{name}": tensor for name, tensor in weights.items() if name in own}
+
+
+def own_names(model: Any) -> set[str]:
+    """The names of all weights and buffers, of tied ones the first alone."""
+    return {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def load_state(checkpoint: str | Path, tensors: dict[str, Any]) -> None:

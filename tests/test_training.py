@@ -19,6 +19,7 @@ from mixdepth.cli import main
 from mixdepth.data import load_corpus
 from mixdepth.run import Run
 from mixdepth.schedule import plan
+from mixdepth.trainer import DepthTrainer
 from mixdepth.training import make_model
 
 
@@ -162,14 +163,25 @@ def test_dense_and_routed_models_of_a_seed_start_with_the_same_weights():
         assert "depth_router" in name or torch.equal(tensor, dense[name])
 
 
-def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_path):
-    settings = {**TINY, "corpus": corpus, "steps": 6, "router_learning_rate": 1e-9, "weight_decay": 0.5}
+def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_path, monkeypatch):
+    groups = {}
+    create = DepthTrainer.create_optimizer
+
+    def watch(trainer, model=None):
+        optimizer = create(trainer, model)
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        for group in optimizer.param_groups:
+            groups.update({names[id(p)]: (group["weight_decay"], group["lr"]) for p in group["params"]})
+        return optimizer
+
+    monkeypatch.setattr(DepthTrainer, "create_optimizer", watch)
+    settings = {**TINY, "corpus": corpus, "steps": 2, "router_learning_rate": 3.0, "weight_decay": 0.5}
     run = mixdepth.train(tmp_path / "run", **settings, depth=mixdepth.DepthConfig(capacity=0.25))
-    trained = load_file(run.folder / "model.safetensors")
-    begun = make_model(run.settings, 256).state_dict()
-    for name, tensor in trained.items():
-        distance = (tensor - begun[name]).abs().max()
-        assert distance < 1e-9 if "depth_router" in name else distance > 1e-4, name
+    expected = {}
+    for name, parameter in make_model(run.settings, 256).named_parameters():
+        is_router = "depth_router" in name
+        expected[name] = (0.0 if is_router or parameter.ndim < 2 else 0.5, 4e-3 * (3.0 if is_router else 1.0))
+    assert groups == expected
 
 
 def test_micro_batches_change_nothing_but_the_order_of_sums(corpus, tmp_path):
@@ -515,12 +527,15 @@ def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(c
 
 
 def compare(run, expected):
-    """Losses and gradients up to the order of sums. Weights would say less: where a gradient is almost zero, AdamW
-    makes steps of its rounding."""
+    """Losses and gradients up to the order of sums, to 1e-5 in the first step. Later a token at the edge of the top k
+    may fall to the other side, and where a gradient is almost zero AdamW makes steps of its rounding."""
     for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(expected / "metrics.jsonl"), strict=True):
         assert ours.keys() == theirs.keys()
-        for name in ours.keys() & {"loss", "lm_loss", "predictor_loss", "grad_norm", "validation_loss"}:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (name, ours["step"])
+        first = ours["step"] == 1
+        for name in ours.keys() & {"loss", "lm_loss", "predictor_loss", "validation_loss"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if first else 2e-3), (name, ours["step"])
+        if "grad_norm" in ours:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5 if first else 3e-2), ours["step"]
         for name in ("flops", "tokens", "learning_rate"):
             assert ours.get(name) == theirs.get(name)
     found, wanted = (load_file(folder / "model.safetensors") for folder in (run, expected))
