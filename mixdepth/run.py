@@ -104,6 +104,17 @@ class Run:
         if differing:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
             raise ValueError(f"{str(self.folder)!r} holds a run with other settings: {changes}. Choose another --out")
+        for name in (
+            "learning_rate",
+            "steps",
+            "flops",
+            "parameters",
+        ):  # what another version makes of the same settings
+            if old[name] != about[name]:
+                raise ValueError(
+                    f"{str(self.folder)!r} holds a run of mixdepth {old['versions']['mixdepth']}, in which {name} was "
+                    f"{old[name]} and not {about[name]}: go on with that version, or choose another --out"
+                )
         if old["corpus_digest"] != about["corpus_digest"]:
             raise ValueError(
                 f"the corpus {now['corpus']!r} or its tokenizer is no longer what {str(self.folder)!r} was trained on: "

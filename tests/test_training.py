@@ -354,6 +354,13 @@ def test_a_run_whose_corpus_has_changed_is_refused(corpus, tmp_path, refused):
     assert "is no longer what" in refused(*arguments)
 
 
+def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted, refused):
+    about = json.loads((interrupted / "run.json").read_text())
+    (interrupted / "run.json").write_text(json.dumps({**about, "learning_rate": 0.5}))
+    message = refused("train", *same(interrupted), "--out", str(interrupted))
+    assert "in which learning_rate was 0.5 and not 0.004" in message
+
+
 def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path, refused):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3})]
     (tmp_path / "letters").mkdir()
