@@ -63,6 +63,17 @@ def test_a_text_ends_where_the_model_ends_it(run):
     assert len(cut.depths) == len(cut.pieces)
 
 
+def test_nothing_follows_the_end_of_a_text_that_ends_before_others(run):
+    options = {"max_new_tokens": 30, "do_sample": True, "seed": 0, "eos_token_id": ord(" "), "show_routes": True}
+    texts = mixdepth.generate(str(run), ["import", "x = 1", "class A:", "def f("], **options)
+    lengths = [len(text.completion) for text in texts]
+    assert min(lengths) < max(lengths)
+    for text in texts:
+        assert " " not in text.completion[:-1]
+        assert all(text.pieces)  # padding would be pieces without text
+        assert len(text.pieces) == len(text.depths)
+
+
 def test_the_depth_of_a_token_is_the_number_of_routed_layers_that_chose_it(run):
     model, tokenizer, *_ = mixdepth.load(str(run))
     prompt = "def f(x): # How?\n    return [1, 'a']"
