@@ -171,12 +171,16 @@ def _add_generate(verbs: Any) -> None:
 
 
 def _generate(model: str, prompts: list[str], greedy: bool, show_routes: bool, **options: Any) -> None:
-    from mixdepth import generate
+    from mixdepth import generate, load
     from mixdepth.generation import legend
 
+    network, tokenizer, _, note = load(model)
+    if note:
+        print(f"mixdepth: {note}", file=sys.stderr)
     live = not show_routes and options.get("num_beams", 1) == 1
     stream = (lambda text: print(text, end="", flush=True)) if live else None
-    texts = generate(model, prompts, show_routes=show_routes, do_sample=not greedy, stream=stream, **options)
+    options |= {"tokenizer": tokenizer, "show_routes": show_routes, "do_sample": not greedy, "stream": stream}
+    texts = generate(network, prompts, **options)
     if show_routes:
         print(legend(texts[0].num_routed))
     for text in texts[live:]:

@@ -97,9 +97,7 @@ class Comparison(NamedTuple):
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
         notes = [entry.note for entry in self.entries if entry.note]
         if len({entry.text for entry in self.entries}) > 1:
-            notes.append(
-                "not on the same windows: texts, splits, tokens or context differ, and so do the losses for it"
-            )
+            notes.append("not on the same windows: text, split, tokens or context differ, so losses do not compare")
         return "\n".join([*lines, *notes])
 
 

@@ -29,6 +29,8 @@ from mixdepth.settings import MAY_DIFFER, TrainConfig
 SETTINGS, METRICS, TIMINGS, RESULT = "run.json", "metrics.jsonl", "timings.jsonl", "result.json"
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
+DERIVED = ("learning_rate", "steps", "flops", "parameters")
+"""What follows from the settings, and may follow differently in another version."""
 NUM_KEPT = 2
 """Checkpoints that are kept: the newest, and one to fall back to."""
 
@@ -104,12 +106,7 @@ class Run:
         if differing:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
             raise ValueError(f"{str(self.folder)!r} holds a run with other settings: {changes}. Choose another --out")
-        for name in (
-            "learning_rate",
-            "steps",
-            "flops",
-            "parameters",
-        ):  # what another version makes of the same settings
+        for name in DERIVED:
             if old[name] != about[name]:
                 raise ValueError(
                     f"{str(self.folder)!r} holds a run of mixdepth {old['versions']['mixdepth']}, in which {name} was "

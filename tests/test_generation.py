@@ -1,5 +1,7 @@
 """Text from models: what transformers' generate() gives, and the routes its tokens took."""
 
+import shutil
+
 import pytest
 import torch
 from corpora import TINY, call, documents, write_folder
@@ -97,6 +99,13 @@ def test_colours_go_from_none_to_all_and_can_be_left_out(run, monkeypatch):
     assert paint("x", 4, 4) == f"\x1b[38;5;{COLOURS[-1]}mx\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in paint("x", 4, 4)
+
+
+def test_text_of_a_run_that_is_not_finished_says_so(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "mod")
+    (tmp_path / "mod" / "result.json").unlink()
+    assert main(["generate", str(tmp_path / "mod"), "x", "--max-new-tokens", "2"]) == 0
+    assert "is not finished: this is checkpoint-150" in capsys.readouterr().err
 
 
 def test_the_command_writes_text_and_colours(run):

@@ -20,7 +20,7 @@ from mixdepth.data import load_corpus
 from mixdepth.run import Run
 from mixdepth.schedule import plan
 from mixdepth.trainer import DepthTrainer
-from mixdepth.training import make_model
+from mixdepth.training import make_model, with_shape
 
 
 @pytest.fixture(scope="module")
@@ -559,6 +559,14 @@ def test_a_shape_is_found_for_a_target():
     for shape, depth in ((dense, None), (routed, mixdepth.DepthConfig(capacity=0.125))):
         config = mixdepth.TrainConfig(steps=1, layers=shape[0], width=shape[1], depth=depth)
         assert abs(mixdepth.count_flops(make_model(config, 256), 256).total / 256 / 2e6 - 1) < 0.2
+
+
+def test_a_run_takes_the_shape_that_was_found_for_its_routing():
+    depth = mixdepth.DepthConfig(capacity=0.125)
+    config = with_shape(mixdepth.TrainConfig(steps=1, shape="flops=2M", depth=depth), 256)
+    assert (config.layers, config.width) == mixdepth.find_shape("flops=2M", depth)
+    assert (config.layers, config.width) != mixdepth.find_shape("flops=2M")
+    assert config.shape is None
 
 
 def test_settings_go_through_json_and_back():
