@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from mixdepth.config import check_integer
-from mixdepth.data import load_corpus
+from mixdepth.data import HELD_OUT, Side, load_corpus
 from mixdepth.evaluation import Evaluation, Interval, evaluate, interval
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import Loaded, load
 from mixdepth.sources import absolute
+from mixdepth.training import corpus_of
 
 
 class Entry(NamedTuple):
@@ -109,11 +110,13 @@ def evaluate_runs(
     context: int | None = None,
     windows: int | None = None,
     batch_size: int = 16,
+    split: str = "validation",
 ) -> Comparison:
     """Evaluate runs, folders or models of the hub on held-out text, the same for each of them.
 
     A run brings its own corpus and context, and what it held out of it; of a `corpus` given here a tenth is held out
-    and used, the same for all models. `windows` takes that many of the windows, evenly spaced. Numbers do not change
+    and used, the same for all models. `split` is `validation`, or `test` for what runs with `test` set have held out
+    further. `windows` takes that many of the windows, evenly spaced. Numbers do not change
     from call to call.
     """
     if not names:
@@ -121,22 +124,30 @@ def evaluate_runs(
     for name, value in {"context": context, "windows": windows, "batch_size": batch_size}.items():
         if value is not None:
             check_integer(name, value, minimum=2 if name == "context" else 1)
+    if split not in HELD_OUT:
+        raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     corpus = None if corpus is None else absolute(corpus)
     loaded = [load(name) for name in names]
     entries = []
     for name, model in zip(names, loaded, strict=True):
-        entries.append(_evaluate(name, model, corpus, text_field, context, windows, batch_size))
+        entries.append(_evaluate(name, model, corpus, text_field, context, windows, batch_size, split))
     return Comparison(entries)
 
 
 def _evaluate(
-    name: str, loaded: Loaded, source: str | None, text_field: str, context: int | None, windows: int | None, batch: int
+    name: str,
+    loaded: Loaded,
+    source: str | None,
+    text_field: str,
+    context: int | None,
+    windows: int | None,
+    batch: int,
+    split: str,
 ) -> Entry:
     model, tokenizer, run, note = loaded
     if run is not None and source in (None, run.settings.corpus):
-        settings = run.settings
-        source = settings.corpus
-        text = load_corpus(source, settings.tokenizer, text_field=settings.text_field, validation=settings.validation)
+        source = run.settings.corpus
+        text = corpus_of(run.settings)
         if run.about["corpus_digest"] != text.digest:
             raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another --corpus")
     elif source is None:
@@ -145,10 +156,10 @@ def _evaluate(
         text = load_corpus(source, name if run is None else str(run.folder), text_field=text_field)
     longest = run.settings.context if run else getattr(model.config, "max_position_embeddings", None)
     context = context or min(1024, longest or 1024)
-    side = text.validation
+    side: Side = getattr(text, split)
     chosen = side.windows(context).spread(windows)
     if not len(chosen):
-        raise ValueError(f"the held-out text of {source!r} is shorter than a window of {context} tokens")
+        raise ValueError(f"the {split} text of {source!r} is shorter than a window of {context} tokens")
     if tokenizer.get_vocab() != text.tokenizer.get_vocab():
         raise ValueError(f"the tokenizer in {name!r} has another vocabulary than the one that it was trained with")
     device = next(model.parameters()).device
@@ -160,7 +171,7 @@ def _evaluate(
     except ValueError:  # not every architecture is counted
         flops = None
     is_routed = isinstance(model, RoutedCausalLM)
-    key = f"{text.digest}/{context}/{len(chosen)}"
+    key = f"{text.digest}/{split}/{context}/{len(chosen)}"
     return Entry(name, note, model.num_parameters(), flops, side.bits_per_nat, is_routed, found, key)
 
 

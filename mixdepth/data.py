@@ -1,6 +1,6 @@
 """Text to token windows: a corpus is read once, tokenised once, and memory-mapped from then on.
 
-Documents are split into training and validation by their content, so that the same text never lies on both
+Documents are split into training, validation and test by their content, so that the same text never lies on two
 sides. The tokens of a side stand in one file, documents one after the other; a window is a stretch of it.
 """
 
@@ -28,16 +28,17 @@ from mixdepth.files import write_json
 from mixdepth.sources import Documents, open_source
 from mixdepth.tokens import make_tokenizer
 
-SIDES = ("train", "validation")
+HELD_OUT = ("validation", "test")
+SIDES = ("train", *HELD_OUT)
 MIN_DOCUMENTS = 20
 """A corpus of fewer documents, such as a single file, is cut at line ends into parts, and these are split."""
 NUM_PARTS = 200
 TOKENIZER_FILES = ("token*.json", "*.model", "vocab.*", "merges.txt")
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 
 class Side(NamedTuple):
-    """Training or validation: how much text it is, and where its tokens are."""
+    """Training, validation or test: how much text it is, and where its tokens are."""
 
     tokens: np.ndarray[Any, np.dtype[Any]]  # (num_tokens,) on disk
     num_documents: int
@@ -60,6 +61,7 @@ class Corpus(NamedTuple):
     tokenizer: Any
     train: Side
     validation: Side
+    test: Side  # empty unless asked for
 
 
 class Windows(Dataset[Tensor]):
@@ -107,23 +109,27 @@ def load_corpus(
     *,
     text_field: str = "text",
     validation: float = 0.1,
+    test: float = 0.0,
     cache: str | None = None,
 ) -> Corpus:
     """Read, split and tokenise a corpus, or find it in the cache.
 
-    `source` is `stdlib` (the Python standard library's source), a text file, a folder, a glob, a .jsonl or
+    `source` is `stdlib` (the Python standard library's source), `python` (that and the source of torch and
+    transformers), a text file, a folder, a glob, a .jsonl or
     .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]`. Of the last four `text_field` is used.
-    `validation` is the share of the text that is held out.
+    `validation` is the share of the text that is held out to choose by, `test` the share that is held out to report.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation must be a share between 0 and 1, not {validation}")
+    if not 0 <= test < 1 - validation:
+        raise ValueError(f"test must be a share of what validation={validation} leaves, not {test}")
     documents = open_source(source, text_field)
     digests, sizes = _survey(documents, source)
     is_cut = len(digests) < MIN_DOCUMENTS
     if is_cut:
         documents = _cut(documents, max(1, sum(sizes) // NUM_PARTS))
         digests, sizes = _survey(documents, source)
-    text = json.dumps([CACHE_FORMAT, _digest(*digests), validation])
+    text = json.dumps([CACHE_FORMAT, _digest(*digests), validation, test])
     key = _digest(text.encode(), _tokenizer_key(tokenizer).encode())
     readable = re.sub(r"[^\w.-]", "_", source)[-40:]
     folder = Path(cache or cache_folder()) / f"{readable}-{key[:16]}"
@@ -132,8 +138,7 @@ def load_corpus(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
-                    held_out = _held_out(digests, sizes, validation)
-                    sides = [digest in held_out for digest in digests]
+                    sides = _sides(digests, sizes, validation, test)
                     _tokenise(documents, sides, sum(sizes), tokenizer, folder, has_ends=not is_cut)
     except OSError as error:
         raise OSError(
@@ -181,40 +186,42 @@ def _cut(documents: Documents, size: int) -> Documents:
     return parts
 
 
-def _held_out(digests: list[bytes], sizes: list[int], share: float) -> set[bytes]:
-    """Documents in the order of their digests, which is as good as random, until the share is reached; one that would
-    take much more than the share is passed over. Copies of a document go together."""
+def _sides(digests: list[bytes], sizes: list[int], validation: float, test: float) -> list[str]:
+    """The side of each document: in the order of their digests, which is as good as random, documents go to validation
+    until its share is reached, then to test; one that would take much more than the share is passed over. Copies
+    of a document go together."""
     together: dict[bytes, int] = {}
     for digest, size in zip(digests, sizes, strict=True):
         together[digest] = together.get(digest, 0) + size
-    chosen: set[bytes] = set()
-    num_bytes, limit = 0, share * sum(sizes)
-    for digest, size in sorted(together.items()):
-        if num_bytes < limit and num_bytes + size <= 1.25 * limit:
-            chosen.add(digest)
-            num_bytes += size
-    return chosen or {min(together, key=lambda digest: together[digest])}
+    side_of: dict[bytes, str] = {}
+    for side, share in zip(HELD_OUT, (validation, test), strict=True):
+        num_bytes, limit = 0, share * sum(sizes)
+        left = [item for item in sorted(together.items()) if item[0] not in side_of]
+        for digest, size in left:
+            if num_bytes < limit and num_bytes + size <= 1.25 * limit:
+                side_of[digest] = side
+                num_bytes += size
+        if share and not num_bytes and left:
+            side_of[min(left, key=lambda item: item[1])[0]] = side
+    return [side_of.get(digest, "train") for digest in digests]
 
 
-def _tokenise(
-    documents: Documents, is_held_out: list[bool], num_bytes: int, name: str, folder: Path, has_ends: bool
-) -> None:
+def _tokenise(documents: Documents, sides: list[str], num_bytes: int, name: str, folder: Path, has_ends: bool) -> None:
     """Write tokens, tokenizer and counts aside, then put them in place at once."""
     for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed: the lock is ours
         shutil.rmtree(leftover)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for_training = zip(documents(), is_held_out, strict=True)
-        tokenizer = make_tokenizer(name, (text.decode() for text, held_out in for_training if not held_out))
+        for_training = zip(documents(), sides, strict=True)
+        tokenizer = make_tokenizer(name, (text.decode() for text, side in for_training if side == "train"))
         dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
         end = [tokenizer.eos_token_id] if has_ends and tokenizer.eos_token_id is not None else []
         counts = {side: {"documents": 0, "bytes": 0, "tokens": 0} for side in SIDES}
         files = {side: open(aside / f"{side}.bin", "wb") for side in SIDES}  # noqa: SIM115
         bar = tqdm(total=num_bytes, desc="tokenising", unit="B", unit_scale=True, mininterval=1, leave=False)
-        pairs = zip(documents(), is_held_out, strict=True)
+        pairs = zip(documents(), sides, strict=True)
         while group := list(islice(pairs, 64)):
-            for (text, held_out), ids in zip(group, _encode(name, tokenizer, [text for text, _ in group]), strict=True):
-                side = SIDES[held_out]
+            for (text, side), ids in zip(group, _encode(name, tokenizer, [text for text, _ in group]), strict=True):
                 files[side].write(np.concatenate([ids, end]).astype(dtype).tobytes())
                 for unit, number in {"documents": 1, "bytes": len(text), "tokens": len(ids) + len(end)}.items():
                     counts[side][unit] += number

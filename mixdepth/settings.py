@@ -12,6 +12,17 @@ Engine = Literal["ddp", "fsdp"]
 MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size")
 """Settings of how a run is computed, not of what: a run may be resumed with others."""
 
+PLANNED = ("layers", "width", "shape", "depth", "flops", "tokens", "steps", "seed")
+"""Settings that `mixdepth isoflop plan` finds for each run of a study."""
+STUDY_DEFAULTS: dict[str, Any] = {
+    "corpus": "python",
+    "validation": 0.02,
+    "test": 0.02,
+    "batch_size": 4,
+    "eval_windows": 4096,
+}
+"""Where the runs of a study differ from a run by itself: much text, and over 1 MB of it to evaluate on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -22,8 +33,9 @@ class TrainConfig:
     """
 
     corpus: str = "stdlib"
-    """What to train on: `stdlib` (the Python standard library's source), a text file, a folder, a glob, a .jsonl or
-    .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]` for one of the hub."""
+    """What to train on: `stdlib` (the Python standard library's source, 11 MB), `python` (that and the source of torch
+    and transformers, 110 MB), a text file, a folder, a glob, a .jsonl or .parquet file, a dataset saved to disk, or
+    `hf:name[:config[:split]]` for one of the hub."""
 
     text_field: str = "text"
     """Where the text is in JSONL, parquet and datasets."""
@@ -32,7 +44,10 @@ class TrainConfig:
     """`bytes`; `bpe:SIZE`, trained on the corpus; or a Hugging Face tokenizer's name or folder."""
 
     validation: float = 0.1
-    """Share of the text that is held out, by whole documents."""
+    """Share of the text that is held out, by whole documents, to be evaluated on."""
+
+    test: float = 0.0
+    """A further share that is held out and not looked at: `mixdepth eval --split test` does."""
 
     context: int = 256
     """Tokens in a window, over which a routed layer takes its top k."""
@@ -140,9 +155,9 @@ class TrainConfig:
                 self._check_number(name, positive=True)
         for name in ("router_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
-        for name in ("weight_decay", "max_grad_norm", "warmup"):
+        for name in ("weight_decay", "max_grad_norm", "warmup", "test"):
             self._check_number(name, positive=False)
-        for name in ("validation", "warmup", "beta2"):
+        for name in ("validation", "test", "warmup", "beta2"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be below 1, not {getattr(self, name)}")
         for name in ("bf16", "compile", "gradient_checkpointing"):
@@ -192,3 +207,15 @@ class TrainConfig:
         if isinstance(settings.get("depth"), Mapping):
             settings["depth"] = DepthConfig.from_dict(settings["depth"])
         return cls(**settings)
+
+
+def parse_value(text: str) -> object:
+    """A number, a word, a list as in 0.5,0.25, or `none`. The settings say what is wrong with it."""
+    if "," in text:
+        return tuple(parse_value(part) for part in text.split(",") if part)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return None if text == "none" else text

@@ -1,5 +1,6 @@
 """Where text comes from: the standard library, files, JSONL, parquet, datasets. A document is its UTF-8."""
 
+import importlib.util
 import json
 import os
 import sysconfig
@@ -8,7 +9,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-STDLIB = "stdlib"
+STDLIB, PYTHON = "stdlib", "python"
+PYTHON_PACKAGES = ("torch", "transformers")
+"""Whose source `python` adds to that of the standard library: whoever runs this has them."""
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 HUB = "hf:"
 
@@ -22,16 +25,30 @@ def stdlib_files() -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts))
 
 
+def python_files() -> list[Path]:
+    """The files of the standard library and of torch and transformers, about 110 MB."""
+    files = stdlib_files()
+    for name in PYTHON_PACKAGES:
+        package = importlib.util.find_spec(name)
+        assert package is not None
+        assert package.origin is not None
+        files += sorted(Path(package.origin).parent.rglob("*.py"))
+    return files
+
+
+BUILT_IN = {STDLIB: stdlib_files, PYTHON: python_files}
+
+
 def absolute(source: str) -> str:
     """The source by a name that means the same in every folder."""
-    return source if source == STDLIB or source.startswith(HUB) else os.path.abspath(source)
+    return source if source in BUILT_IN or source.startswith(HUB) else os.path.abspath(source)
 
 
 def open_source(source: str, text_field: str) -> Documents:
     """Find the documents that `source` means, see `load_corpus`."""
     path = Path(source)
-    if source == STDLIB:
-        return lambda: _read_all(stdlib_files(), text_field)
+    if source in BUILT_IN:
+        return lambda: _read_all(BUILT_IN[source](), text_field)
     if source.startswith(HUB) or any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return _dataset(source, text_field)
     if path.is_dir():
@@ -41,7 +58,9 @@ def open_source(source: str, text_field: str) -> Documents:
         files = [file for file in files if file.is_file()]
     if not files:
         what = "has no files" if path.is_dir() else "is no file, folder or glob that matches one"
-        raise ValueError(f"corpus {source!r} {what}: give 'stdlib', a path, or 'hf:name' for a dataset of the hub")
+        raise ValueError(
+            f"corpus {source!r} {what}: give 'stdlib', 'python', a path, or 'hf:name' for a dataset of the hub"
+        )
     return lambda: _read_all(files, text_field)
 
 

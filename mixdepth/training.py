@@ -44,8 +44,7 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     state = PartialState(cpu=not torch.accelerator.is_available())
     run = Run(out)
 
-    options: dict[str, Any] = {"text_field": config.text_field, "validation": config.validation}
-    read = functools.partial(load_corpus, config.corpus, config.tokenizer, **options)
+    read = functools.partial(corpus_of, config)
     main_first(state, read)  # the others find the tokens in the cache
     corpus = read()
     config = with_shape(config, len(corpus.tokenizer))
@@ -117,6 +116,17 @@ def _train(
         spent = {"tokens": schedule.steps * schedule.tokens_per_step, "flops": schedule.flops}
         with writing(run.folder):
             write_json(run.folder / RESULT, {**found, "validation_bits_per_byte": bits, **spent})
+
+
+def corpus_of(config: TrainConfig) -> Corpus:
+    """The text that these settings name."""
+    return load_corpus(
+        config.corpus,
+        config.tokenizer,
+        text_field=config.text_field,
+        validation=config.validation,
+        test=config.test,
+    )
 
 
 def main_first(state: PartialState, work: Callable[[], Any]) -> Any:

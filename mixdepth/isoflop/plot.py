@@ -1,0 +1,142 @@
+"""The curves of a study, drawn from fit.json: loss against size at equal FLOPs, as Fig. 3 and 4 of the paper."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mixdepth.data import HELD_OUT
+from mixdepth.files import read_json
+from mixdepth.isoflop.fit import fit_file
+from mixdepth.isoflop.study import Study, short
+from mixdepth.isoflop.variants import DENSE
+
+COLOURS = ("#444444", "#0b6fb8", "#d9822b", "#3a9a5c", "#a04fa8", "#c23b3b", "#7d7d00", "#00808a")
+MARKERS = "osD^vP*X"
+DASHES = ("-", "--", ":", "-.")
+
+
+def plot(folder: str | Path, split: str = "validation") -> list[Path]:
+    """Draw what `fit` has found, as PNG and SVG; the paths of the files."""
+    if split not in HELD_OUT:
+        raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
+    study = Study.read(folder)
+    path = study.folder / fit_file(split)
+    if not path.exists():
+        raise ValueError(f"{str(folder)!r} has no {path.name}: mixdepth isoflop fit {folder} makes it")
+    curves = read_json(path)["curves"]
+    budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
+    variants = list(dict.fromkeys(curve["variant"] for curve in curves))
+    look = {name: {"color": COLOURS[i % 8], "marker": MARKERS[i % 8]} for i, name in enumerate(variants)}
+    widest = max(budgets, key=lambda budget: sum(curve["budget"] == budget for curve in curves))
+    ending = "" if split == "validation" else f"-{split}"
+    drawn = [
+        _save(
+            _variants([curve for curve in curves if curve["budget"] == widest], look, split), study, "variants" + ending
+        )
+    ]
+    if any(len(curve["points"]) > 1 for curve in curves):
+        drawn.append(_save(_budgets(curves, look, split), study, "budgets" + ending))
+    return [path for paths in drawn for path in paths]
+
+
+def _variants(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
+    """Fig. 3: all variants at one budget; left the loss, right what a forward pass costs."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.6), width_ratios=(3, 2), layout="constrained")
+    for curve in curves:
+        _draw(left, curve, look[curve["variant"]], curve["variant"])
+    left.set_title(f"{short(curves[0]['budget'])} training FLOPs")
+    _label(left, split)
+    left.legend(frameon=False)
+    names = [curve["variant"] for curve in curves]
+    costs = [curve["best"]["flops_per_token"] / 1e6 for curve in curves]
+    bars = right.barh(names, costs, color=[look[name]["color"] for name in names])
+    right.bar_label(bars, [f" {curve['best']['shape']}: {curve['best']['loss']:.4f}" for curve in curves])
+    right.invert_yaxis()
+    right.margins(x=0.45)
+    right.set_xlabel("MFLOPs of a forward pass, for each token")
+    right.set_title("The best size of each (layers x width: loss)")
+    right.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _budgets(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
+    """Fig. 4: left the curves at every budget; right both axes relative to the best dense model of the budget."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    dense = {curve["budget"]: curve["best"] for curve in curves if curve["variant"] == DENSE}
+    budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
+    for curve in curves:
+        if len(curve["points"]) < 2:
+            continue
+        style = look[curve["variant"]] | {"linestyle": DASHES[budgets.index(curve["budget"]) % 4]}
+        label = f"{curve['variant']}, {short(curve['budget'])}"
+        _draw(left, curve, style, label)
+        base = dense.get(curve["budget"])
+        if base is not None:
+            cost = [point["flops_per_token"] / base["flops_per_token"] for point in curve["points"]]
+            loss = [point["loss"] / base["loss"] for point in curve["points"]]
+            right.plot(cost, loss, label=label, markersize=5, linewidth=1.2, **style)
+    _label(left, split)
+    left.legend(frameon=False, fontsize="small")
+    right.axhline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
+    right.axvline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
+    right.set_xscale("log")
+    right.set_xlabel("FLOPs of a forward pass, relative to the best dense model")
+    right.set_ylabel("loss, relative to the best dense model")
+    right.set_title("Below and left of the cross: better and cheaper")
+    right.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw(axes: Any, curve: dict[str, Any], style: dict[str, Any], label: str) -> None:
+    """The seeds as small dots, their means, and the parabola with its lowest point."""
+    sizes = [point["parameters"] for point in curve["points"]]
+    line = {name: value for name, value in style.items() if name != "marker"}
+    for point in curve["points"]:
+        axes.plot(
+            [point["parameters"]] * len(point["losses"]),
+            list(point["losses"].values()),
+            ".",
+            color=style["color"],
+            markersize=3,
+            alpha=0.6,
+        )
+    axes.plot(sizes, [point["loss"] for point in curve["points"]], style["marker"], color=style["color"], label=label)
+    if curve["parabola"] is not None:
+        x = np.linspace(np.log(min(sizes)), np.log(max(sizes)), 200)
+        axes.plot(np.exp(x), np.polyval(curve["parabola"], x), linewidth=1.4, **line)
+        optimum = curve["optimum"]
+        axes.plot(optimum["parameters"], optimum["loss"], "+", color=style["color"], markersize=12)
+    else:
+        axes.plot(sizes, [point["loss"] for point in curve["points"]], linewidth=0.8, **line)
+
+
+def _label(axes: Any, split: str) -> None:
+    axes.set_xscale("log")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel(f"{split} loss, causal (nats per token)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, study: Study, name: str) -> list[Path]:
+    paths = [study.folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        aside = path.with_name(f".{path.name}")
+        figure.savefig(
+            aside, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+        )
+        aside.replace(path)
+    _pyplot().close(figure)
+    return paths
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("plots need Matplotlib: pip install 'mixdepth[study]'") from error
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "mixdepth"  # the same file each time
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,136 @@
+"""A study's folder: which runs it takes, what they are to show, and how far it got.
+
+```
+study.json                  the plan: the cells, each with all settings of its run, and the hypotheses
+cells/1e13/mod/4x64/
+  seed0/                    a cell's run, see `mixdepth.run`
+  seed0/test.json           its losses on the test text, once that was opened
+  seed0.log                 what its process said
+  seed0.failed.json         why the last attempt failed
+fit.json, fit-test.json     what came out
+```
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mixdepth.files import read_json, write_json
+from mixdepth.run import Run
+
+STUDY, CELLS, TEST = "study.json", "cells", "test.json"
+FAILED, LOG = "failed.json", "log"
+FORMAT = 1
+
+
+class Cell(NamedTuple):
+    """One run of a study, and what it costs."""
+
+    name: str
+    budget: float
+    variant: str
+    seed: int
+    rung: float
+    """Its place on the ladder: the FLOPs of a forward pass that were asked for, relative to the ladder's centre."""
+    settings: dict[str, Any]
+    """Of `mixdepth.TrainConfig`."""
+    parameters: int
+    flops_per_token: float
+    """Of a forward pass."""
+    steps: int
+    flops: int
+    """Training FLOPs, at most the budget."""
+    epochs: float
+    seconds: float
+    """Expected, on one core."""
+
+    @property
+    def shape(self) -> str:
+        return f"{self.settings['layers']}x{self.settings['width']}"
+
+
+class Hypothesis(NamedTuple):
+    """A claim that is written down before the runs that test it."""
+
+    name: str
+    claim: str
+    kind: str
+    """`less` and `differs` compare the loss of `variant` with that of `against`; `larger` their optimal sizes;
+    `equivalent` the causal loss of `variant` with its look-ahead loss."""
+    budget: float
+    variant: str
+    against: str
+    margin: float
+    """What is counted as equal, or as the goal, as a share of the loss; 0 where nothing is."""
+    family: str
+    """`primary` hypotheses are corrected for their number, `exploratory` ones are not, and are no evidence alone."""
+    finished_before: int
+    """Cells of this budget that were finished when it was written down: 0 is a prediction."""
+
+
+class Study(NamedTuple):
+    """What study.json says."""
+
+    folder: Path
+    corpus_digest: str
+    plans: list[dict[str, Any]]
+    """What each call of `plan` was asked for, and on what it measured."""
+    cells: list[Cell]
+    hypotheses: list[Hypothesis]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Study":
+        path = Path(folder) / STUDY
+        if not path.is_file():
+            raise ValueError(f"{str(folder)!r} is not a study: it has no {STUDY}; make one with mixdepth isoflop plan")
+        content = read_json(path)
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError(f"{str(path)!r} has the format {content['format']!r}; this version reads {FORMAT}")
+            cells = [Cell(**cell) for cell in content["cells"]]
+            hypotheses = [Hypothesis(**hypothesis) for hypothesis in content["hypotheses"]]
+            return cls(Path(folder), content["corpus_digest"], content["plans"], cells, hypotheses)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{str(path)!r} is not as mixdepth isoflop plan writes it ({error})") from error
+
+    def write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content: dict[str, Any] = {"format": FORMAT, "corpus_digest": self.corpus_digest, "plans": self.plans}
+        content["hypotheses"] = [hypothesis._asdict() for hypothesis in self.hypotheses]
+        content["cells"] = [cell._asdict() for cell in self.cells]
+        write_json(self.folder / STUDY, content)
+
+    def run_of(self, cell: Cell) -> Run:
+        return Run(self.folder / CELLS / cell.name)
+
+    def is_finished(self, cell: Cell) -> bool:
+        return self.run_of(cell).result is not None
+
+    def failure(self, cell: Cell) -> str | None:
+        """Why a cell that is not finished failed last, or why a finished one does not count."""
+        result = self.run_of(cell).result
+        if result is not None:
+            return None if math.isfinite(result["validation_loss"]) else "it diverged: its loss is not a number"
+        path = self.beside(cell, FAILED)
+        return str(read_json(path)["reason"]) if path.exists() else None
+
+    def beside(self, cell: Cell, ending: str) -> Path:
+        """A file of the study's about a cell, beside the run's own folder."""
+        folder = self.run_of(cell).folder
+        return folder.with_name(f"{folder.name}.{ending}")
+
+    def find(self, name: str) -> Cell:
+        for cell in self.cells:
+            if cell.name == name:
+                return cell
+        raise ValueError(f"the study {str(self.folder)!r} has no cell {name!r}; its names are in {STUDY}")
+
+
+def short(number: float) -> str:
+    """As one writes it.
+
+    >>> short(2e9), short(3e13), short(12)
+    ('2e9', '3e13', '12')
+    """
+    digits, _, exponent = f"{number:.3g}".partition("e+")
+    return f"{digits}e{int(exponent)}" if exponent else digits

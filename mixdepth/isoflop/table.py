@@ -1,0 +1,19 @@
+"""Rows of text in columns."""
+
+from collections.abc import Iterable, Sequence
+
+
+def columns(rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """To the right, but for the columns named in `left`.
+
+    >>> print(columns([["name", "size"], ["a", "10"]], left=(0,)))
+    name  size
+    a       10
+    """
+    rows = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""What a study compares: `dense`, `mod`, `random:capacity=0.5`, `mod:every=1:gate=tanh`, `dense:learning_rate=2e-3`."""
+
+from dataclasses import fields
+from typing import Any, NamedTuple, get_args
+
+from mixdepth.config import DepthConfig, Scheme
+from mixdepth.settings import TrainConfig, parse_value
+
+DENSE, MOD = "dense", "mod"
+ASPECTS = {"dense": 32.0, "routed": 16.0}
+"""Width per layer: 64 x 2 for a dense model, 64 x 4 for a routed one. See LOG.md, section 5."""
+OF_TRAINING = (
+    *("learning_rate", "router_learning_rate", "warmup", "weight_decay", "beta2", "max_grad_norm", "batch_size"),
+    *("capacity_steps", "num_experts", "experts_per_token"),
+)
+"""Settings of the run that a variant may have for itself; the others are the same for all."""
+
+
+class Variant(NamedTuple):
+    """One curve of the study."""
+
+    name: str
+    depth: DepthConfig | None
+    training: dict[str, Any]
+    aspect: float
+
+    @property
+    def every(self) -> int:
+        return 1 if self.depth is None else self.depth.every
+
+
+def parse_variant(text: str) -> Variant:
+    """A variant by its name: what it is, then settings of the routing or the run.
+
+    >>> parse_variant("random:capacity=0.5").depth.scheme
+    'random'
+    """
+    kind, *words = text.strip().split(":")
+    schemes = get_args(Scheme)
+    if kind not in (DENSE, MOD, *schemes):
+        raise ValueError(f"there is no variant {kind!r}: give one of {', '.join((DENSE, MOD, *schemes))}")
+    of_routing = {field.name for field in fields(DepthConfig)} - {"scheme", "seed", "layers"}
+    routing: dict[str, Any] = {} if kind in (DENSE, MOD) else {"scheme": kind}
+    training: dict[str, Any] = {}
+    aspect = ASPECTS["dense" if kind == DENSE else "routed"]
+    for word in words:
+        name, is_given, value = word.partition("=")
+        if not is_given:
+            raise ValueError(f"{word!r} in variant {text!r} is no setting: write name=value")
+        if name == "aspect":
+            aspect = _positive(value, text)
+        elif name in OF_TRAINING:
+            training[name] = parse_value(value)
+        elif name in of_routing and kind != DENSE:
+            routing[name] = parse_value(value)
+        else:
+            known = sorted({*OF_TRAINING, "aspect"} | (of_routing if kind != DENSE else set()))
+            raise ValueError(f"variant {text!r} cannot have {name!r}; the settings are {', '.join(known)}")
+    depth = None if kind == DENSE else DepthConfig(**routing)
+    TrainConfig.from_dict({"steps": 10**9, **training, "depth": depth})  # refuses what makes no sense
+    return Variant(text.strip(), depth, training, aspect)
+
+
+def _positive(value: str, text: str) -> float:
+    number = parse_value(value)
+    if not isinstance(number, int | float) or not number > 0:
+        raise ValueError(f"aspect in variant {text!r} must be a positive number, not {value!r}")
+    return float(number)

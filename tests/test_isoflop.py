@@ -1,0 +1,426 @@
+"""A study: planned, run, fitted and plotted."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import xml.dom.minidom
+
+import numpy as np
+import pytest
+from corpora import call, command, documents, write_folder
+
+from mixdepth import TrainConfig, count_flops, isoflop, train
+from mixdepth.isoflop import Cell, Hypothesis, Study
+from mixdepth.isoflop.fit import lowest
+from mixdepth.isoflop.plan import ladder
+from mixdepth.isoflop.runner import _reason
+from mixdepth.isoflop.variants import parse_variant
+from mixdepth.run import Run
+from mixdepth.training import make_model
+
+SMALL = {"context": 32, "batch_size": 4, "validation": 0.1, "test": 0.1, "eval_windows": 8}
+CENTRE = 3e4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("corpus") / "texts", documents(60, 3000))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, corpus):
+    """Planned and run by the command line: two cells."""
+    folder = tmp_path_factory.mktemp("study") / "study"
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "corpus": corpus}.items()]
+    asked = ["--budgets", "3e8", "--variants", "dense,mod", "--seeds", "1", "--sizes", "1", "--centre", str(CENTRE)]
+    planned = call("isoflop", "plan", *asked, *settings, "--out", str(folder))
+    assert planned.returncode == 0, planned.stderr
+    assert re.search(r"2 runs of 5\.\d+e\+08 FLOPs in all, 0 finished", planned.stdout)
+    ran = call("isoflop", "run", str(folder), "--workers", "2")
+    assert ran.returncode == 0, ran.stderr
+    assert "2 of 2 runs are finished" in ran.stdout
+    return folder
+
+
+def plan(folder, corpus, **options):
+    asked = {"budgets": [3e8], "variants": ["dense", "mod"], "seeds": 1, "sizes": 1, "centre": CENTRE}
+    return isoflop.plan(folder, **{**asked, **SMALL, "corpus": corpus, **options})
+
+
+def test_variants_are_named_by_what_they_set():
+    assert parse_variant("dense").depth is None
+    assert parse_variant("mod").depth.scheme == "expert_choice"
+    assert parse_variant("random:capacity=0.5:every=1").depth.to_dict() | {"capacity": 0.5, "every": 1} == (
+        parse_variant("random:capacity=0.5:every=1").depth.to_dict()
+    )
+    assert parse_variant("dense:learning_rate=2e-3").training == {"learning_rate": 2e-3}
+    assert parse_variant("mod:aspect=8").aspect == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("moe", "there is no variant 'moe': give one of dense, mod"),
+        ("mod:capacity", "'capacity' in variant 'mod:capacity' is no setting: write name=value"),
+        ("dense:capacity=0.5", "variant 'dense:capacity=0.5' cannot have 'capacity'"),
+        ("mod:seed=3", "cannot have 'seed'"),
+        ("mod:capacity=2", "capacity must be a fraction in (0, 1], not 2"),
+        ("dense:learning_rate=-1", "learning_rate must be a positive number, not -1"),
+        ("mod:aspect=0", "aspect in variant 'mod:aspect=0' must be a positive number, not '0'"),
+    ],
+)
+def test_variants_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_variant(text)
+
+
+def test_a_ladder_is_centred_and_half_an_octave_apart():
+    assert ladder(5)[2] == 1
+    np.testing.assert_allclose(np.diff(np.log2(ladder(6))), 0.5)
+
+
+def test_every_cell_spends_its_budget_at_a_size_near_its_rung(tmp_path, corpus):
+    budgets, variants = [3e9, 1e10], ["dense", "mod", "mod:capacity=0.5", "random:capacity=0.5"]
+    found = plan(tmp_path / "study", corpus, budgets=budgets, variants=variants, seeds=2, sizes=4, centre=2e5)
+    assert len(found.cells) == len({cell.name for cell in found.cells}) == 2 * 4 * 4 * 2
+    for cell in found.cells:
+        config = TrainConfig.from_dict(cell.settings)
+        model = make_model(config, 256)
+        step = 3 * config.batch_size * count_flops(model, config.context).total
+        assert cell.flops == cell.steps * step
+        assert cell.budget - step < cell.flops <= cell.budget
+        assert cell.parameters == model.num_parameters()
+        assert cell.flops_per_token == count_flops(model, config.context).total / config.context
+        assert abs(math.log2(cell.flops_per_token / (2e5 * cell.rung))) < 0.6  # widths go by 16
+        assert (config.batch_size, config.context, config.seed) == (4, 32, cell.seed)
+        assert config.learning_rate is not None
+        assert cell.seconds > 0
+    for budget in budgets:
+        for variant in variants:
+            curve = [cell for cell in found.cells if (cell.budget, cell.variant) == (budget, variant)]
+            assert {cell.seed for cell in curve} == {0, 1}
+            assert len({cell.shape for cell in curve}) == 4
+
+
+def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):
+    variants = ["dense", "mod:capacity=0.5", "random:capacity=0.5", "mod:capacity=0.5:every=1", "mod"]
+    found = plan(tmp_path / "study", corpus, variants=variants)
+    claims = {(claim.kind, claim.variant, claim.against): claim for claim in found.hypotheses}
+    half, random = "mod:capacity=0.5", "random:capacity=0.5"
+    for key in (
+        ("differs", half, "dense"),
+        ("larger", half, "dense"),
+        ("equivalent", half, half),
+        ("less", half, random),
+    ):
+        assert claims.pop(key).family == "primary"
+    for key in (("less", half, f"{half}:every=1"), ("differs", "mod", half), ("differs", "mod", "dense")):
+        assert claims.pop(key).family == "exploratory"
+    assert all(claim.family == "exploratory" and claim.finished_before == 0 for claim in claims.values())
+    assert ("less", "mod", random) not in claims  # they differ in more than the scheme
+
+
+def test_a_study_grows_and_what_is_planned_stays(study, corpus):
+    before = Study.read(study)
+    grown = shutil.copytree(study, study.parent / "grown")
+    after = plan(grown, corpus, variants=["dense", "random"], seeds=[0, 7])
+    assert after.cells[: len(before.cells)] == before.cells
+    assert [(cell.variant, cell.seed) for cell in after.cells[2:]] == [("dense", 7), ("random", 0), ("random", 7)]
+    assert {claim.finished_before for claim in after.hypotheses} == {0, 2} or len(after.hypotheses) == 3
+    with pytest.raises(ValueError, match=r"planned already with warmup=0.2, not 0.1: choose another --out"):
+        plan(grown, corpus, warmup=0.1)
+    other = write_folder(grown.parent / "others", documents(30, 900))
+    with pytest.raises(ValueError, match="is on another text than"):
+        plan(grown, other)
+
+
+def test_a_cell_is_one_call_of_train(study, tmp_path):
+    for cell in Study.read(study).cells:
+        alone = train(tmp_path / cell.variant, TrainConfig.from_dict(cell.settings))
+        ran = Run(study / "cells" / cell.name)
+        assert ran.result == alone.result
+        assert ran.about == alone.about
+
+
+def test_finished_cells_are_never_done_again(study):
+    files = {path: path.stat().st_mtime_ns for path in (study / "cells").rglob("*") if path.is_file()}
+    ran = call("isoflop", "run", str(study))
+    assert ran.returncode == 0, ran.stderr
+    assert {path: path.stat().st_mtime_ns for path in (study / "cells").rglob("*") if path.is_file()} == files
+
+
+def test_a_failed_cell_says_why_and_the_others_go_on(tmp_path, corpus):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus)
+    in_the_way = folder / "cells" / found.cells[0].name / "letter.txt"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("mine")
+    ran = call("isoflop", "run", str(folder), "--workers", "1")
+    assert ran.returncode == 0
+    assert "1 of 2 cells failed" in ran.stderr
+    assert "holds 'letter.txt' and no run.json" in Study.read(folder).failure(found.cells[0])
+    assert "1 of 2 runs are finished" in ran.stdout
+    fitted = isoflop.fit(folder)
+    assert [entry["cell"] for entry in fitted.excluded] == [found.cells[0].name]
+    assert in_the_way.read_text() == "mine"
+    in_the_way.unlink()
+    isoflop.run(folder, cell=found.cells[0].name)
+    assert Study.read(folder).failure(found.cells[0]) is None
+
+
+def test_a_process_that_was_killed_is_named(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("step 1\nmixdepth: the disk is full\n\n")
+    assert _reason(log, -9) == "its process was ended by SIGKILL"
+    assert _reason(log, 2) == "the disk is full"
+    log.write_text("")
+    assert _reason(log, 3) == "its process ended with code 3"
+
+
+def test_a_study_that_was_killed_goes_on(tmp_path, corpus):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus, budgets=[1.5e9], variants=["mod"], save_every=20)
+    run = Run(folder / "cells" / found.cells[0].name)
+    process = subprocess.Popen(
+        command("isoflop", "run", str(folder)),
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    while not run.folder.is_dir() or not run.checkpoints():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert run.result is None
+    ran = call("isoflop", "run", str(folder))
+    assert ran.returncode == 0, ran.stderr
+    assert "going on from checkpoint" in (run.folder.parent / "seed0.log").read_text()
+    assert run.result is not None
+
+
+def test_cells_run_on_ray(tmp_path, corpus):
+    ray = pytest.importorskip("ray")
+    folder = tmp_path / "study"
+    plan(folder, corpus)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        found = isoflop.run(folder, engine="ray")
+    finally:
+        ray.shutdown()
+    assert all(found.is_finished(cell) for cell in found.cells)
+
+
+def test_the_test_text_is_opened_when_all_is_finished(study, corpus, tmp_path):
+    fitted = isoflop.fit(study, split="test")
+    assert fitted.split == "test"
+    assert (
+        json.loads((study / "fit-test.json").read_text())["curves"][0]["best"]["loss"]
+        == fitted.curves[0]["best"]["loss"]
+    )
+    validation = isoflop.fit(study)
+    assert fitted.curves[0]["best"]["loss"] != validation.curves[0]["best"]["loss"]
+    half = shutil.copytree(study, tmp_path / "half")
+    plan(half, corpus, seeds=2)
+    with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
+        isoflop.fit(half, split="test")
+
+
+SIZES = {"1x16": 1e5, "2x16": 2e5, "3x16": 4e5, "4x16": 8e5}
+
+
+def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
+    """A study with results that follow (size of the optimum, loss there, curvature) for each budget and variant."""
+    cells, generator = [], np.random.default_rng(1)
+    for (budget, variant), (best, loss, curvature) in curves.items():
+        for index, (shape, size) in enumerate(SIZES.items()):
+            layers, width = map(int, shape.split("x"))
+            for seed in seeds:
+                name = f"{budget}/{variant}/{shape}/seed{seed}"
+                settings = {"layers": layers, "width": width, "eval_windows": 8}
+                cells.append(
+                    Cell(name, budget, variant, seed, ladder(4)[index], settings, int(size), 2 * size, 10, 10, 0.1, 1.0)
+                )
+                run = folder / "cells" / name
+                run.mkdir(parents=True)
+                value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
+                result = {"validation_loss": value, "validation_lookahead_loss": value * (1 - 1e-3 * (1 + seed / 10))}
+                (run / "result.json").write_text(json.dumps(result))
+    Study(folder, "digest", [], cells, list(hypotheses)).write()
+    return folder
+
+
+def claim(kind, variant="mod", against="dense", margin=0.003, family="primary"):
+    return Hypothesis(f"{kind} {variant} {against}", "words", kind, 1e13, variant, against, margin, family, 0)
+
+
+def test_the_lowest_point_of_a_parabola():
+    sizes = list(SIZES.values())
+    found = lowest(sizes, [1.5 + 0.1 * math.log(size / 3e5) ** 2 for size in sizes])
+    assert found.is_bracketed
+    assert found.parameters == pytest.approx(3e5)
+    assert found.loss == pytest.approx(1.5)
+    for losses in ([4.0, 3.0, 2.5, 2.2], [1.0, 2.0, 3.0, 3.5], [1.0, 2.0, 2.0, 1.1]):  # falls, rises, is a hill
+        found = lowest(sizes, losses)
+        assert not found.is_bracketed
+        assert found.loss == min(losses)
+
+
+def test_a_fit_finds_what_was_put_in(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.386, 0.1)}
+    hypotheses = [claim("differs"), claim("larger"), claim("less"), claim("equivalent", against="mod")]
+    found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
+    dense, mod = found.curves
+    assert dense["optimum"]["parameters"] == pytest.approx(2e5)
+    assert mod["optimum"]["parameters"] == pytest.approx(4e5)
+    assert dense["optimum"]["loss"] == pytest.approx(1.41)  # the mean over seeds
+    assert dense["optimum"]["loss_interval"] == pytest.approx([1.40, 1.42])
+    assert dense["best"]["std"] == pytest.approx(0.01)
+    pair = found.comparisons[0]
+    assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
+    assert pair["t_interval"][0] < pair["loss"] < pair["t_interval"][1] < 0
+    assert pair["optimum_ratio"] == pytest.approx(2)
+    crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
+    assert pair["crossings"] == pytest.approx([crossing])
+    tests = {test["kind"]: test for test in found.tests}
+    assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
+    assert tests["equivalent"]["estimate"] == pytest.approx(0.0011, rel=0.01)
+    assert all(test["verdict"] == "holds" for test in found.tests)
+    written = json.loads((tmp_path / "study" / "fit.json").read_text())
+    assert written["curves"][0]["optimum"] == dense["optimum"]
+    assert "holds" in str(found)
+
+
+def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):
+    from scipy import stats
+
+    curves = {(1e13, name): (3e5, loss, 0.1) for name, loss in (("dense", 1.4), ("mod", 1.395), ("random", 1.401))}
+    hypotheses = [
+        claim("differs"),
+        claim("less", against="random"),
+        claim("equivalent", against="mod"),
+        claim("differs", variant="random", family="exploratory"),
+        claim("differs", variant="unknown"),
+    ]
+    found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses, noise=0.003))
+    differs, less, equivalent, exploratory, unknown = found.tests
+    assert differs["p"] == stats.ttest_1samp(differs["values"], 0).pvalue
+    assert less["p"] == stats.ttest_1samp(less["values"], 0, alternative="less").pvalue
+    above = stats.ttest_1samp(equivalent["values"], -0.003, alternative="greater").pvalue
+    below = stats.ttest_1samp(equivalent["values"], 0.003, alternative="less").pvalue
+    assert equivalent["p"] == max(above, below)
+    primary = sorted([differs, less, equivalent], key=lambda test: test["p"])
+    raw = [test["p"] for test in primary]
+    expected = np.maximum.accumulate([3 * raw[0], 2 * raw[1], raw[2]]).clip(max=1)
+    assert [test["p_corrected"] for test in primary] == pytest.approx(list(expected))
+    assert exploratory["p_corrected"] is None
+    assert exploratory["verdict"].endswith("(exploratory)")
+    assert unknown["verdict"] == "not run"
+
+
+def test_a_difference_beyond_the_margin_is_not_equal(tmp_path):
+    curves = {(1e13, "mod"): (3e5, 1.4, 0.1)}
+    found = isoflop.fit(write_study(tmp_path / "study", curves, [claim("equivalent", against="mod", margin=0.001)]))
+    assert found.tests[0]["verdict"] == "not shown"
+
+
+def test_a_single_size_is_compared_on_its_own_rung(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
+    found = Study.read(folder)
+    kept = [cell for cell in found.cells if cell.variant == "dense" or cell.shape == "4x16"]
+    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    fitted = isoflop.fit(folder)
+    losses = {curve["variant"]: {p["shape"]: p["loss"] for p in curve["points"]} for curve in fitted.curves}
+    expected = losses["mod"]["4x16"] / losses["dense"]["4x16"] - 1
+    assert fitted.comparisons[0]["loss"] == pytest.approx(expected)
+    assert fitted.tests[0]["estimate"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_diverged_is_left_out_and_said(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    cell = Study.read(folder).cells[0]
+    (folder / "cells" / cell.name / "result.json").write_text('{"validation_loss": NaN}')
+    fitted = isoflop.fit(folder)
+    assert fitted.excluded == [{"cell": cell.name, "reason": "it diverged: its loss is not a number"}]
+    assert fitted.curves[0]["seeds"] == [1, 2]
+    assert f"left out: {cell.name}" in str(fitted)
+
+
+def test_plots_are_drawn_from_the_fit(tmp_path):
+    from matplotlib.image import imread
+
+    curves = {
+        (budget, name): (size, loss, 0.1)
+        for budget, size, loss in ((1e13, 2e5, 1.4), (3e13, 3e5, 1.3))
+        for name in ("dense", "mod")
+    }
+    folder = write_study(tmp_path / "study", curves, noise=0.002)
+    isoflop.fit(folder)
+    shutil.rmtree(folder / "cells")
+    paths = isoflop.plot(folder)
+    assert [path.name for path in paths] == ["variants.png", "variants.svg", "budgets.png", "budgets.svg"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["study.json", "fit.json", *(p.name for p in paths)]
+    )
+    for path in paths:
+        if path.suffix == ".png":
+            assert imread(path).std() > 0.05
+        else:
+            assert "training FLOPs" in path.read_text() or xml.dom.minidom.parse(str(path))
+    first = paths[1].read_bytes()
+    assert isoflop.plot(folder)[1].read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan", "--budgets", "0", "--variants", "dense", "--out", "x"],
+            "a budget must be a positive number of FLOPs, not 0",
+        ),
+        (["plan", "--budgets", "1e9", "--variants", "moe", "--out", "x"], "there is no variant 'moe'"),
+        (
+            ["plan", "--budgets", "1e9", "--variants", "dense", "--sizes", "0", "--out", "x"],
+            "sizes must be a whole number of at least 1",
+        ),
+        (["plan", "--budgets", "1e9", "--variants", "dense", "--seeds", "0", "--out", "x"], "seeds must be"),
+        (
+            ["plan", "--budgets", "1e9", "--variants", "dense", "--centre", "-1", "--out", "x"],
+            "centre must be a positive number",
+        ),
+        (["run", "nowhere"], "'nowhere' is not a study: it has no study.json"),
+        (["fit", "STUDY", "--split", "train"], "split must be one of validation, test, not 'train'"),
+        (["run", "STUDY", "--engine", "slurm"], "engine must be one of local, ray, not 'slurm'"),
+        (["run", "STUDY", "--workers", "0"], "workers must be a whole number of at least 1, not 0"),
+        (["run", "STUDY", "--cell", "none"], "has no cell 'none'"),
+        (["plot", "EMPTY"], "has no fit.json"),
+        (["fit", "EMPTY"], "no cell of the study in"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_sentence(arguments, message, tmp_path, capsys, monkeypatch):
+    from mixdepth.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "STUDY", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    write_study(tmp_path / "EMPTY", {})
+    assert main(["isoflop", *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert message in said[0]
+
+
+def test_a_damaged_plan_is_named(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    content = json.loads((folder / "study.json").read_text())
+    for damage, message in (
+        ({"format": 9}, "has the format 9"),
+        ({"cells": [{"name": "x"}]}, "is not as mixdepth isoflop plan writes it"),
+    ):
+        (folder / "study.json").write_text(json.dumps({**content, **damage}))
+        with pytest.raises(ValueError, match=message):
+            Study.read(folder)
