@@ -48,6 +48,21 @@ def test_runs_are_evaluated_on_all_their_held_out_text(runs):
     assert found.difference(found.entries[0]) is None
 
 
+def test_the_test_text_is_evaluated_on_when_asked_for_by_name(runs, tmp_path):
+    settings = {**TINY, "corpus": str(runs / "texts"), "steps": 3, "test": 0.2}
+    run = mixdepth.train(tmp_path / "run", **settings, depth=None)
+    (entry,) = mixdepth.evaluate_runs([str(run.folder)], split="test").entries
+    text = load_corpus(str(runs / "texts"), test=0.2).test
+    model = mixdepth.load(str(run.folder)).model
+    assert entry.evaluation == mixdepth.evaluate(model, text.windows(32).batches(16))
+    (other,) = mixdepth.evaluate_runs([str(run.folder)]).entries
+    assert other.text != entry.text
+    with pytest.raises(ValueError, match="split must be one of validation, test, not 'train'"):
+        mixdepth.evaluate_runs([str(run.folder)], split="train")
+    with pytest.raises(ValueError, match=r"the test text of .* is shorter than a window"):
+        mixdepth.evaluate_runs([str(runs / "dense")], split="test")
+
+
 def test_the_gap_is_causal_minus_lookahead_with_an_interval(runs):
     (entry,) = mixdepth.evaluate_runs([str(runs / "mod")]).entries
     gap = entry.evaluation.gap

@@ -13,7 +13,7 @@ import torch
 from corpora import documents, write_folder
 
 from mixdepth.data import load_corpus
-from mixdepth.sources import stdlib_files
+from mixdepth.sources import python_files, stdlib_files
 from mixdepth.tokens import byte_tokenizer, train_bpe
 
 TEXTS = documents()
@@ -64,16 +64,33 @@ def test_the_same_documents_are_the_same_corpus_wherever_they_are(kind, tmp_path
         assert side.num_documents == side_0.num_documents
 
 
-def test_the_two_sides_have_whole_documents_and_share_none(tmp_path):
+@pytest.mark.parametrize("test", [0.0, 0.2])
+def test_the_sides_have_whole_documents_and_share_none(test, tmp_path):
     repeated = [*TEXTS, *TEXTS[:10]]  # the same text twice is on the same side twice
-    corpus = load_corpus(write_folder(tmp_path / "texts", repeated), validation=0.25)
-    sides = [bytes(side.tokens.astype(np.uint8)).split(b"\0")[:-1] for side in (corpus.train, corpus.validation)]
-    assert not set(sides[0]) & set(sides[1])
-    assert sorted(sides[0] + sides[1]) == sorted(text.encode() for text in repeated)
-    share = corpus.validation.num_bytes / (corpus.train.num_bytes + corpus.validation.num_bytes)
-    assert 0.2 <= share < 0.32  # whole documents, and copies go along
-    assert [len(side) for side in sides] == [corpus.train.num_documents, corpus.validation.num_documents]
+    corpus = load_corpus(write_folder(tmp_path / "texts", repeated), validation=0.25, test=test)
+    parts = (corpus.train, corpus.validation, corpus.test)
+    sides = [bytes(side.tokens.astype(np.uint8)).split(b"\0")[:-1] for side in parts]
+    assert len(set.union(*map(set, sides))) == sum(len(set(side)) for side in sides)
+    assert sorted(text for side in sides for text in side) == sorted(text.encode() for text in repeated)
+    shares = [side.num_bytes / sum(part.num_bytes for part in parts) for side in parts]
+    assert 0.2 <= shares[1] < 0.32  # whole documents, and copies go along
+    assert (0.15 <= shares[2] < 0.26) if test else (shares[2] == 0)
+    assert [len(side) for side in sides] == [part.num_documents for part in parts]
     assert corpus.train.num_bytes == sum(map(len, sides[0]))
+
+
+def test_a_test_side_is_taken_from_training_and_not_from_validation(tmp_path):
+    folder = write_folder(tmp_path / "texts", TEXTS)
+    two, three = load_corpus(folder), load_corpus(folder, test=0.2)
+    assert np.array_equal(two.validation.tokens, three.validation.tokens)
+    assert two.digest != three.digest
+
+
+def test_python_is_the_source_of_what_everyone_here_has():
+    files = python_files()
+    assert {"dataclasses.py", "optimizer.py", "modeling_llama.py"} <= {file.name for file in files}
+    assert sum(file.stat().st_size for file in files) > 1e8
+    assert len(set(files)) == len(files)
 
 
 def test_a_single_file_is_cut_at_line_ends_and_held_out_in_parts(tmp_path):
@@ -212,6 +229,7 @@ def test_the_standard_library_is_the_same_files_each_time_and_no_tests():
         (lambda folder: "hf:no/such/thing", {}, "corpus 'hf:no/such/thing' cannot be loaded"),
         (lambda folder: "stdlib", {"tokenizer": "bpe:10"}, "'bpe:10' must say how many tokens"),
         (lambda folder: "stdlib", {"tokenizer": "no/such"}, "tokenizer 'no/such' is neither"),
+        (lambda folder: "stdlib", {"test": 0.95}, "test must be a share of what validation=0.1 leaves, not 0.95"),
         (lambda folder: "stdlib", {"validation": 1.0}, "validation must be a share between 0 and 1, not 1.0"),
     ],
 )

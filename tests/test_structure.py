@@ -36,6 +36,7 @@ ORDER = [
     "loading",
     "compare",
     "generation",
+    "isoflop",
     "demo",
     "cli",
 ]
