@@ -90,7 +90,7 @@ class TrainConfig:
     learning_rate: float | None = None
     """Peak of the learning rate. None is the rule in docs/train.md: by width, tuned for dense and routed alike."""
 
-    warmup: float = 0.2
+    warmup: float = 0.3
     """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 where the budget ends."""
 
     weight_decay: float = 0.1

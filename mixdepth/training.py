@@ -1,6 +1,7 @@
 """`train`: a budget in, a model and its numbers out, in a folder that remembers how far it got."""
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -181,8 +182,8 @@ def check_windows(corpus: Corpus, config: TrainConfig) -> None:
 
 
 def default_learning_rate(config: TrainConfig) -> float:
-    """4e-3 at a width of 64, and in inverse proportion to it: LOG.md, section 4."""
-    return 4e-3 * 64 / config.width
+    """8e-3 for two layers of width 64, less for wider and for deeper models: LOG.md, section 5."""
+    return 8e-3 * (64 / config.width) * math.sqrt(2 / config.layers)
 
 
 def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, num_processes: int) -> TrainingArguments:

@@ -132,7 +132,7 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
     assert after.cells[: len(before.cells)] == before.cells
     assert [(cell.variant, cell.seed) for cell in after.cells[2:]] == [("dense", 7), ("random", 0), ("random", 7)]
     assert {claim.finished_before for claim in after.hypotheses} == {0, 2} or len(after.hypotheses) == 3
-    with pytest.raises(ValueError, match=r"planned already with warmup=0.2, not 0.1: choose another --out"):
+    with pytest.raises(ValueError, match=r"planned already with warmup=0.3, not 0.1: choose another --out"):
         plan(grown, corpus, warmup=0.1)
     other = write_folder(grown.parent / "others", documents(30, 900))
     with pytest.raises(ValueError, match="is on another text than"):
