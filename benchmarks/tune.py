@@ -1,0 +1,95 @@
+"""The settings of the isoFLOP study, tuned with the same effort for dense and routed models.
+
+Each cell is a `mixdepth.train` on the source of the standard library, torch and transformers; the loss is that on the
+validation text, with causal routing. Dense models have 2 layers of width 64, routed ones 4 at 12.5 % in every second:
+about the same FLOPs for each token.
+
+    python benchmarks/tune.py            # resumes; results in benchmarks/tune.jsonl
+    python benchmarks/tune.py --shard 0/2 & python benchmarks/tune.py --shard 1/2
+    python benchmarks/tune.py --table
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from machine import describe, header, row
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "width": 64, "save_every": 10**9, "log_every": 100}
+DEFAULTS = {"flops": 3e12, "batch_size": 4, "learning_rate": 8e-3, "warmup": 0.1, "seed": 0, "eval_windows": 2048}
+LONG = {"flops": 1e13, "compile": True}
+DENSE = {"depth": None}
+CELLS = [
+    # learning rate and batch at 1e13
+    *(
+        {**LONG, **kind, "learning_rate": rate, "batch_size": batch, "eval_windows": 4096}
+        for batch, rates in ((8, (4e-3,)), (4, (2e-3, 4e-3, 8e-3)))
+        for rate in rates
+        for kind in (DENSE, {})
+    ),
+    *({**LONG, **kind} for kind in ({**DENSE, "seed": 1}, {"depth": {"gate": "tanh"}})),
+    # gates and controls at 3e12
+    *(DENSE, {}, *({"depth": {"gate": gate}} for gate in ("one", "unit", "tanh"))),
+    *({"depth": {"scheme": "random"}}, {"depth": {"capacity": 0.5}}, {**DENSE, "layers": 4}),
+    *({"router_learning_rate": 0.1}, {"max_grad_norm": 0.3}, {**DENSE, "learning_rate": 1.6e-2}),
+    # a longer warm-up
+    *({**kind, "warmup": 0.3} for kind in (DENSE, {}, {"seed": 1}, {"depth": {"gate": "tanh"}})),
+    *({**DENSE, "warmup": 0.3, "learning_rate": 1.6e-2, "seed": seed} for seed in (0, 1, 2)),
+    *({"warmup": 0.3, "learning_rate": 1.6e-2, **other} for other in ({}, {"depth": {"gate": "one"}})),
+    *({**kind, "warmup": 0.3, "learning_rate": 1.6e-2, "beta2": 0.99} for kind in (DENSE, {})),
+    {"warmup": 0.3, "learning_rate": 1.6e-2, "max_grad_norm": 0},
+]
+
+
+def run(cell: dict) -> dict:
+    import mixdepth
+
+    is_dense = "depth" in cell and cell["depth"] is None
+    depth = None if is_dense else mixdepth.DepthConfig(**cell.get("depth", {}))
+    settings = {"layers": 2 if is_dense else 4, **COMMON, **DEFAULTS, **cell, "depth": depth}
+    with tempfile.TemporaryDirectory() as folder:
+        done = mixdepth.train(folder, **settings)
+        return {"cell": cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
+
+
+def read() -> list[dict]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def find(cell: dict) -> dict | None:
+    return next((result for result in read() if {**DEFAULTS, **result["cell"]} == {**DEFAULTS, **cell}), None)
+
+
+def table() -> None:
+    header("model", "FLOPs", "batch", "rate", "warmup", "other", "seed", "steps", "loss", "look-ahead")
+    for cell in CELLS:
+        result, all_settings = find(cell), {**DEFAULTS, **cell}
+        if result is None:
+            continue
+        depth = cell.get("depth", {})
+        model = "dense" if depth is None else " ".join(["routed", *(f"{k} {v}" for k, v in depth.items())])
+        names = ("layers", "router_learning_rate", "max_grad_norm", "beta2")
+        other = " ".join(f"{name} {cell[name]}" for name in names if name in cell)
+        shown = [all_settings[name] for name in ("flops", "batch_size", "learning_rate", "warmup")]
+        losses = [result["validation_loss"], result.get("validation_lookahead_loss")]
+        texts = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+        row(model, f"{shown[0]:.0e}", *shown[1:], other, all_settings["seed"], result["steps"], *texts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the results so far")
+    parser.add_argument("--shard", default="0/1", help="I/N: run every N-th cell, from the I-th")
+    options = parser.parse_args()
+    if options.table:
+        print(describe())
+        table()
+    else:
+        shard, num_shards = map(int, options.shard.split("/"))
+        for index, cell in enumerate(CELLS):
+            if index % num_shards == shard and find(cell) is None:
+                result = run(cell)
+                with open(RESULTS, "a") as file:
+                    file.write(json.dumps(result) + "\n")
