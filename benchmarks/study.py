@@ -1,0 +1,170 @@
+"""Speed beside quality: the best dense and the best routed model of each budget of a study.
+
+Training: a step of the study's batch on one core, times the steps of the run. Decoding: transformers' own generate() on
+the trained models, from 64 bytes of validation text, 128 new tokens sampled, without the prompt's time. Models take
+turns; medians, with the spread of the ratios. And whether two cells side by side, on one core each, beat one after
+the other on two.
+    python benchmarks/study.py STUDY
+    python benchmarks/study.py STUDY --workers
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe, header, interleave, median, row, spread
+
+PROMPT, NEW_TOKENS, STEPS = 64, 128, 60
+
+
+def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
+    """For each budget, the cells (of the first seed) of the best dense and the best learned size."""
+    from mixdepth.isoflop import Study
+
+    study, curves = Study.read(folder), json.loads((folder / "fit.json").read_text())["curves"]
+    found = []
+    for budget in dict.fromkeys(curve["budget"] for curve in curves):
+        here = [curve for curve in curves if curve["budget"] == budget and not curve["variant"].startswith("random")]
+        kinds = {"dense": [], "routed": []}
+        for curve in here:
+            kinds["dense" if curve["variant"].startswith("dense") else "routed"].append(curve)
+        pair = {}
+        for kind, group in kinds.items():
+            if group:
+                curve = min(group, key=lambda curve: curve["best"]["loss"])
+                key = (budget, curve["variant"], curve["best"]["shape"])
+                cell = next(cell for cell in study.cells if (cell.budget, cell.variant, cell.shape) == key)
+                pair[kind] = (cell, curve["best"]["loss"])
+        if len(pair) == 2:
+            found.append((budget, pair))
+    return found
+
+
+def stepper(cell: Any) -> Any:
+    """A function that takes a training step of the cell."""
+    import torch
+
+    import mixdepth
+    from mixdepth.training import make_model
+
+    config = mixdepth.TrainConfig.from_dict(cell.settings)
+    model = make_model(config, 256).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = torch.randint(256, (config.batch_size, config.context))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def decode(model: Any, prompt: Any) -> tuple[float, int]:
+    """Tokens per second after the first, and bytes in the cache."""
+    import torch
+    from decode import cache_bytes
+
+    times: list[float] = []
+    out = model.generate(
+        prompt,
+        max_new_tokens=NEW_TOKENS + 1,
+        min_new_tokens=NEW_TOKENS + 1,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        stopping_criteria=[lambda ids, scores: times.append(time.perf_counter()) or torch.zeros(len(ids)).bool()],
+    )
+    return len(prompt) * NEW_TOKENS / (times[-1] - times[0]), cache_bytes(out.past_key_values)[0]
+
+
+def compare(folder: Path, repeats: int) -> None:
+    import torch
+
+    import mixdepth
+    from mixdepth.isoflop import Study
+    from mixdepth.training import corpus_of
+
+    torch.set_num_threads(1)
+    print(describe())
+    study = Study.read(folder)
+    header("budget", "model", "loss", "training, minutes", "batch", "decode tokens/s", "routed / dense", "cache, KiB")
+    for budget, pair in best_cells(folder):
+        cells = {kind: cell for kind, (cell, _) in pair.items()}
+        seconds = interleave({kind: stepper(cell) for kind, cell in cells.items()}, repeats * 5)
+        minutes = {kind: median(seconds[kind]) * cells[kind].steps / 60 for kind in cells}
+        models = {kind: mixdepth.load(str(study.run_of(cell).folder)).model for kind, cell in cells.items()}
+        text = corpus_of(mixdepth.TrainConfig.from_dict(cells["dense"].settings)).validation.windows(PROMPT)
+        for batch in (1, 8):
+            prompt = torch.stack([text[index] for index in range(batch)])
+            speeds: dict[str, list[float]] = {kind: [] for kind in models}
+            sizes = {}
+            for repeat in range(repeats + 1):
+                for kind, model in models.items():
+                    torch.manual_seed(repeat)
+                    speed, sizes[kind] = decode(model, prompt)
+                    speeds[kind].append(speed)
+            ratios = [fast / slow for fast, slow in zip(speeds["routed"][1:], speeds["dense"][1:], strict=True)]
+            for kind, (cell, loss) in pair.items():
+                ratio = f"{median(ratios):.2f} ({spread(ratios)})" if kind == "routed" else ""
+                name = f"{cell.variant} {cell.shape}"
+                values = [f"{budget:.0e}", name, f"{loss:.4f}", f"{minutes[kind]:.1f}", batch]
+                row(*values, f"{median(speeds[kind][1:]):.0f}", ratio, f"{sizes[kind] / 1024:.0f}")
+
+
+def workers(folder: Path, repeats: int) -> None:
+    """Two cells of 60 steps: side by side on one core each, against one after the other on two."""
+
+    def start(index: int, threads: int) -> subprocess.Popen:
+        command = [sys.executable, __file__, str(folder), "--steps", str(index)]
+        return subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True
+        )
+
+    def seconds(process: subprocess.Popen) -> float:
+        return float(process.communicate()[0].split()[-1])
+
+    print(describe())
+    header("cell", "side by side, s", "one after the other, s", "ratio")
+    for index, (budget, pair) in enumerate(best_cells(folder)):
+        for offset, kind in enumerate(pair):
+            times: dict[str, list[float]] = {"both": [], "turns": []}
+            for _ in range(repeats):
+                both = [start(2 * index + offset, 1) for _ in range(2)]
+                times["both"].append(max(map(seconds, both)))
+                times["turns"].append(2 * seconds(start(2 * index + offset, 2)))
+            ratios = [a / b for a, b in zip(times["both"], times["turns"], strict=True)]
+            both, turns = (median(times[name]) for name in ("both", "turns"))
+            name = f"{budget:.0e} {kind} {pair[kind][0].shape}"
+            row(name, f"{both:.2f}", f"{turns:.2f}", f"{median(ratios):.2f} ({spread(ratios)})")
+
+
+def take_steps(folder: Path, index: int) -> None:
+    """Print how long 60 steps take, after five."""
+    pairs = [cell for _, pair in best_cells(folder) for cell, _ in pair.values()]
+    step = stepper(pairs[index])
+    for _ in range(5):
+        step()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    print(time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workers", action="store_true", help="measure whether cells side by side are faster")
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps is not None:
+        take_steps(options.study, options.steps)
+    else:
+        (workers if options.workers else compare)(options.study, options.repeats)
