@@ -4,6 +4,7 @@ Training: a step of the study's batch on one core, times the steps of the run. D
 the trained models, from 64 bytes of validation text, 128 new tokens sampled, without the prompt's time. Models take
 turns; medians, with the spread of the ratios. And whether two cells side by side, on one core each, beat one after
 the other on two.
+
     python benchmarks/study.py STUDY
     python benchmarks/study.py STUDY --workers
 """
