@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mixdepth.config import DepthConfig
-from mixdepth.settings import PLANNED, STUDY_DEFAULTS, TrainConfig, parse_value
+from mixdepth.settings import NOT_COMMON, STUDY_DEFAULTS, TrainConfig, parse_value
 
 ROUTING_FLAGS = {"layers": "--routed-layers", "seed": "--routing-seed"}
 """Routing settings whose flags have other names: `--layers` is how many there are, `--seed` is the run's."""
@@ -254,7 +254,7 @@ def _add_isoflop(verbs: Any) -> None:
         "1e13, growing with its root)",
     )
     common = plan.add_argument_group("settings of every run")
-    _add_settings(common, TrainConfig, without=PLANNED, defaults=STUDY_DEFAULTS)
+    _add_settings(common, TrainConfig, without=NOT_COMMON, defaults=STUDY_DEFAULTS)
     plan.set_defaults(run=_isoflop_plan)
     run = steps.add_parser(
         "run",
@@ -313,6 +313,12 @@ def _isoflop_run(step: str, **options: Any) -> None:
     if options["cell"] is None:
         finished = sum(study.is_finished(cell) for cell in study.cells)
         print(f"{finished} of {len(study.cells)} runs are finished; next: mixdepth isoflop fit {study.folder}")
+        failed = sum(not study.is_settled(cell) for cell in study.cells)
+        if failed:
+            raise ValueError(
+                f"{failed} of {len(study.cells)} cells failed; each says why in its .failed.json "
+                "and .log, and the same command tries them again"
+            )
 
 
 def _isoflop_fit(step: str, **options: Any) -> None:

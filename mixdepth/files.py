@@ -26,4 +26,4 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}): restore it or train anew in another folder") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or begin anew in another folder") from error

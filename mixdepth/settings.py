@@ -14,6 +14,8 @@ MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro
 
 PLANNED = ("layers", "width", "shape", "depth", "flops", "tokens", "steps", "seed")
 """Settings that `mixdepth isoflop plan` finds for each run of a study."""
+NOT_COMMON = (*PLANNED, "capacity_steps")
+"""Settings that the runs of a study cannot share: dense models have no capacity to fall."""
 STUDY_DEFAULTS: dict[str, Any] = {
     "corpus": "python",
     "validation": 0.02,

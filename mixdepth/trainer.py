@@ -41,6 +41,8 @@ from mixdepth.statistics import describe, routing_counts
 LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
 STATE_FOLDER = "state"
 
+DIVERGED = "the run has diverged"
+
 
 class DepthTrainer(Trainer):
     """Trains one run, in its folder."""
@@ -184,7 +186,7 @@ class DepthTrainer(Trainer):
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
                 raise ValueError(
-                    f"{name} is {metrics[name]} at step {self.state.global_step}: the run has diverged; train anew "
+                    f"{name} is {metrics[name]} at step {self.state.global_step}: {DIVERGED}; train anew "
                     "with a lower learning_rate"
                 )
         if counts is not None:

@@ -13,6 +13,7 @@ import xml.dom.minidom
 import numpy as np
 import pytest
 from corpora import call, command, documents, write_folder
+from filelock import FileLock
 
 from mixdepth import TrainConfig, count_flops, isoflop, train
 from mixdepth.isoflop import Cell, Hypothesis, Study
@@ -71,6 +72,9 @@ def test_variants_are_named_by_what_they_set():
         ("mod:seed=3", "cannot have 'seed'"),
         ("mod:capacity=2", "capacity must be a fraction in (0, 1], not 2"),
         ("dense:learning_rate=-1", "learning_rate must be a positive number, not -1"),
+        ("early_exit", "there is no variant 'early_exit'"),
+        ("mod:first=3", "variant 'mod:first=3' must begin within its first every=2 layers, not at 3"),
+        ("mod:every=1:every=2", "variant 'mod:every=1:every=2' sets 'every' twice"),
         ("mod:aspect=0", "aspect in variant 'mod:aspect=0' must be a positive number, not '0'"),
     ],
 )
@@ -131,12 +135,39 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
     after = plan(grown, corpus, variants=["dense", "random"], seeds=[0, 7])
     assert after.cells[: len(before.cells)] == before.cells
     assert [(cell.variant, cell.seed) for cell in after.cells[2:]] == [("dense", 7), ("random", 0), ("random", 7)]
-    assert {claim.finished_before for claim in after.hypotheses} == {0, 2} or len(after.hypotheses) == 3
-    with pytest.raises(ValueError, match=r"planned already with warmup=0.3, not 0.1: choose another --out"):
-        plan(grown, corpus, warmup=0.1)
+    assert after.hypotheses[: len(before.hypotheses)] == before.hypotheses
+    (late,) = after.hypotheses[len(before.hypotheses) :]
+    assert (late.kind, late.variant, late.against) == ("less", "mod", "random")
+    assert (late.family, late.finished_before) == ("exploratory", 2)  # an afterthought
+    with pytest.raises(ValueError, match=r"has context=32, not 64: choose another --out"):
+        plan(grown, corpus, context=64)
+    with pytest.raises(ValueError, match=r"has eval_windows=8, not 16: choose another --out"):
+        plan(grown, corpus, eval_windows=16)
+    with pytest.raises(ValueError, match=r"is planned already with learning_rate=\S+, not 0.5: choose another --out"):
+        plan(grown, corpus, learning_rate=0.5)
     other = write_folder(grown.parent / "others", documents(30, 900))
     with pytest.raises(ValueError, match="is on another text than"):
         plan(grown, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"test": 0.0}, r"test=0.0 of corpus '.*' is less than one window of context=32"),
+        ({"centre": 100.0}, "variant 'dense' has no further shape near 100 FLOPs for each token: raise --centre"),
+        ({"capacity_steps": 3}, "a study's runs have no common setting 'capacity_steps'"),
+        ({"variants": []}, "a study needs at least one of variants"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_and_leaves_nothing(options, message, tmp_path, corpus):
+    with pytest.raises(ValueError, match=message):
+        plan(tmp_path / "study", corpus, **options)
+    assert not (tmp_path / "study" / "study.json").exists()
+
+
+def test_what_is_named_twice_is_planned_once(tmp_path, corpus):
+    found = plan(tmp_path / "study", corpus, budgets=[3e8, 300_000_000], variants=["dense", " dense"], seeds=[4, 4])
+    assert [cell.name for cell in found.cells] == [f"3e8/dense/{found.cells[0].shape}/seed4"]
 
 
 def test_a_cell_is_one_call_of_train(study, tmp_path):
@@ -161,12 +192,14 @@ def test_a_failed_cell_says_why_and_the_others_go_on(tmp_path, corpus):
     in_the_way.parent.mkdir(parents=True)
     in_the_way.write_text("mine")
     ran = call("isoflop", "run", str(folder), "--workers", "1")
-    assert ran.returncode == 0
-    assert "1 of 2 cells failed" in ran.stderr
+    assert ran.returncode == 2
+    assert "1 of 2 cells failed; each says why" in ran.stderr.splitlines()[-1]
     assert "holds 'letter.txt' and no run.json" in Study.read(folder).failure(found.cells[0])
     assert "1 of 2 runs are finished" in ran.stdout
     fitted = isoflop.fit(folder)
-    assert [entry["cell"] for entry in fitted.excluded] == [found.cells[0].name]
+    assert [entry["cell"] for entry in fitted.left_out] == [found.cells[0].name]
+    with pytest.raises(ValueError, match="1 cells are not finished: the test text is opened once"):
+        isoflop.fit(folder, split="test")
     assert in_the_way.read_text() == "mine"
     in_the_way.unlink()
     isoflop.run(folder, cell=found.cells[0].name)
@@ -273,7 +306,7 @@ def test_the_lowest_point_of_a_parabola():
 
 def test_a_fit_finds_what_was_put_in(tmp_path):
     curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.386, 0.1)}
-    hypotheses = [claim("differs"), claim("larger"), claim("less"), claim("equivalent", against="mod")]
+    hypotheses = [claim("differs", margin=0.015), claim("larger"), claim("less"), claim("equivalent", against="mod")]
     found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
     dense, mod = found.curves
     assert dense["optimum"]["parameters"] == pytest.approx(2e5)
@@ -290,7 +323,9 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     tests = {test["kind"]: test for test in found.tests}
     assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
     assert tests["equivalent"]["estimate"] == pytest.approx(0.0011, rel=0.01)
-    assert all(test["verdict"] == "holds" for test in found.tests)
+    assert tests["differs"]["verdict"] == "holds: lower"
+    assert all(test["verdict"] == "holds" for test in found.tests if test["kind"] != "differs")
+    assert "[2.00, 2.00]" in str(found)  # the ratio of sizes
     written = json.loads((tmp_path / "study" / "fit.json").read_text())
     assert written["curves"][0]["optimum"] == dense["optimum"]
     assert "holds" in str(found)
@@ -316,7 +351,7 @@ def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):
     assert equivalent["p"] == max(above, below)
     primary = sorted([differs, less, equivalent], key=lambda test: test["p"])
     raw = [test["p"] for test in primary]
-    expected = np.maximum.accumulate([3 * raw[0], 2 * raw[1], raw[2]]).clip(max=1)
+    expected = np.maximum.accumulate([4 * raw[0], 3 * raw[1], 2 * raw[2]]).clip(max=1)  # one more was planned
     assert [test["p_corrected"] for test in primary] == pytest.approx(list(expected))
     assert exploratory["p_corrected"] is None
     assert exploratory["verdict"].endswith("(exploratory)")
@@ -329,7 +364,7 @@ def test_a_difference_beyond_the_margin_is_not_equal(tmp_path):
     assert found.tests[0]["verdict"] == "not shown"
 
 
-def test_a_single_size_is_compared_on_its_own_rung(tmp_path):
+def test_a_single_size_is_compared_at_its_own_flops(tmp_path):
     folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
     found = Study.read(folder)
     kept = [cell for cell in found.cells if cell.variant == "dense" or cell.shape == "4x16"]
@@ -341,12 +376,92 @@ def test_a_single_size_is_compared_on_its_own_rung(tmp_path):
     assert fitted.tests[0]["estimate"] == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
+    for loss, verdict in ((1.45, "holds: higher"), (1.35, "holds: lower, and reaches the goal")):
+        curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, loss, 0.1)}
+        folder = write_study(tmp_path / str(loss), curves, [claim("differs", margin=0.015)], noise=1e-4)
+        assert isoflop.fit(folder).tests[0]["verdict"] == verdict
+
+
+def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
+    curves = {(1e13, "dense"): (2e6, 1.40, 0.1), (1e13, "mod"): (4e5, 1.35, 0.1)}
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, [claim("differs"), claim("larger")], noise=1e-4))
+    differs, larger = fitted.tests
+    assert differs["verdict"].endswith("; not bracketed")
+    assert larger["verdict"] == "an optimum is not bracketed"
+    assert fitted.comparisons[0]["optimum_ratio"] is None
+    assert "not bracketed" in str(fitted)
+
+
+def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.3, 0.1)})
+    for name in ("1x16/seed0", "1x16/seed1", "2x16/seed2"):
+        (folder / "cells" / "10000000000000.0" / "dense" / name / "result.json").unlink()
+    fitted = isoflop.fit(folder)
+    assert fitted.curves[0]["seeds"] == [0, 1]
+    assert [point["shape"] for point in fitted.curves[0]["points"]] == ["2x16", "3x16", "4x16"]
+    assert fitted.comparisons[0]["seeds"] == [0, 1]
+    assert [entry["cell"].split("/")[-2:] for entry in fitted.left_out] == [["1x16", "seed2"]]
+    assert (fitted.finished, fitted.planned) == (21, 24)
+    assert str(fitted).startswith("21 of 24 runs")
+
+
+def test_sizes_of_other_flops_are_not_compared(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
+    found = Study.read(folder)
+    kept = [c for c in found.cells if c.shape == {"dense": "1x16", "mod": "4x16"}[c.variant]]
+    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    fitted = isoflop.fit(folder)
+    assert fitted.comparisons[0]["loss"] is None
+    assert fitted.tests[0]["verdict"] == "they have no size in common"
+
+
+def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
+    curves = {(1e13, name): (3e5, loss, 0.1) for name, loss in (("dense", 1.4), ("mod", 1.39))}
+    folder = write_study(tmp_path / "study", curves, [claim("differs"), claim("equivalent", against="mod")], noise=1e-3)
+    for path in folder.rglob("seed*/result.json"):
+        if "/mod/" in str(path):
+            result = json.loads(path.read_text())
+            path.write_text(json.dumps({**result, "validation_lookahead_loss": result["validation_loss"]}))
+    fitted = isoflop.fit(folder)
+    differs, equivalent = fitted.tests
+    assert differs["p_corrected"] <= 2 * differs["p"]
+    assert equivalent["p"] is None or equivalent["p"] == 0
+    assert "NaN" not in (folder / "fit.json").read_text()
+
+
+def test_a_run_on_another_text_does_not_count(study, tmp_path):
+    copy = shutil.copytree(study, tmp_path / "copy")
+    cell = Study.read(copy).cells[0]
+    path = copy / "cells" / cell.name / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "corpus_digest": "other"}))
+    assert isoflop.fit(copy).left_out == [
+        {"cell": cell.name, "reason": "it was trained on another text than the study's"}
+    ]
+
+
+def test_a_study_is_run_by_one_process_at_a_time(study):
+    with FileLock(study / ".running.lock"), pytest.raises(ValueError, match="another process is running the study in"):
+        isoflop.run(study)
+
+
+def test_what_diverged_is_not_tried_again_and_does_not_keep_the_test_text_closed(tmp_path, corpus):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus, variants=["dense", "dense:learning_rate=1e30:max_grad_norm=0"])
+    assert call("isoflop", "run", str(folder)).returncode == 0
+    assert "has diverged" in found.failure(found.cells[1])
+    log = found.beside(found.cells[1], "log").read_text()
+    assert call("isoflop", "run", str(folder)).returncode == 0
+    assert found.beside(found.cells[1], "log").read_text() == log
+    assert [entry["cell"] for entry in isoflop.fit(folder, split="test").left_out] == [found.cells[1].name]
+
+
 def test_what_diverged_is_left_out_and_said(tmp_path):
     folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)})
     cell = Study.read(folder).cells[0]
     (folder / "cells" / cell.name / "result.json").write_text('{"validation_loss": NaN}')
     fitted = isoflop.fit(folder)
-    assert fitted.excluded == [{"cell": cell.name, "reason": "it diverged: its loss is not a number"}]
+    assert fitted.left_out == [{"cell": cell.name, "reason": "it diverged: its loss is not a number"}]
     assert fitted.curves[0]["seeds"] == [1, 2]
     assert f"left out: {cell.name}" in str(fitted)
 
@@ -393,6 +508,7 @@ def test_plots_are_drawn_from_the_fit(tmp_path):
             ["plan", "--budgets", "1e9", "--variants", "dense", "--centre", "-1", "--out", "x"],
             "centre must be a positive number",
         ),
+        (["plan", "--budgets", "1e9", "--variants", "dense", "--seeds", "2.5", "--out", "x"], "seeds must be"),
         (["run", "nowhere"], "'nowhere' is not a study: it has no study.json"),
         (["fit", "STUDY", "--split", "train"], "split must be one of validation, test, not 'train'"),
         (["run", "STUDY", "--engine", "slurm"], "engine must be one of local, ray, not 'slurm'"),

@@ -18,9 +18,12 @@ from mixdepth.files import read_json, write_json
 from mixdepth.isoflop.study import TEST, Cell, Hypothesis, Study, short
 from mixdepth.isoflop.table import columns
 from mixdepth.isoflop.variants import DENSE
+from mixdepth.run import writing
 
 DRAWS = 2000
 LEVEL = 0.05
+SAME_FLOPS = 0.25
+"""Octaves of FLOPs for each token within which two sizes are compared where there is no curve."""
 MIN_SIZES = 3
 """Points that a parabola takes; with fewer sizes the best one stands for the curve."""
 
@@ -29,15 +32,14 @@ class Point(NamedTuple):
     """A variant at one size and budget: the losses of its seeds."""
 
     shape: str
-    rung: float
     parameters: int
     flops_per_token: float
     losses: dict[int, float]
     lookahead_losses: dict[int, float]
 
-    @property
-    def loss(self) -> float:
-        return float(np.mean(list(self.losses.values())))
+    def loss(self, seeds: Sequence[int]) -> float:
+        """The mean over these seeds, which may come more than once."""
+        return float(np.mean([self.losses[seed] for seed in seeds]))
 
 
 class Optimum(NamedTuple):
@@ -50,26 +52,28 @@ class Optimum(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A variant at one budget, over its sizes."""
+    """A variant at one budget, over its sizes, with the seeds that all of them have."""
 
     budget: float
     variant: str
     points: tuple[Point, ...]
-
-    @property
-    def seeds(self) -> list[int]:
-        """Those that all sizes have."""
-        return sorted(set.intersection(*(set(point.losses) for point in self.points)))
+    seeds: list[int]
 
     @property
     def best(self) -> Point:
         """The best size that was tried."""
-        return min(self.points, key=lambda point: point.loss)
+        return min(self.points, key=lambda point: point.loss(self.seeds))
 
     def optimum(self, seeds: Sequence[int]) -> Optimum:
-        """Of the means over these seeds, which may come more than once."""
-        losses = [float(np.mean([point.losses[seed] for seed in seeds])) for point in self.points]
-        return lowest([point.parameters for point in self.points], losses)
+        """Of the means over these seeds."""
+        return lowest([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
+
+    def is_bracketed(self, seeds: Sequence[int]) -> bool:
+        """By the mean over these seeds, and by each of them."""
+        return bool(seeds) and all(self.optimum(some).is_bracketed for some in (seeds, *([seed] for seed in seeds)))
+
+    def parabola(self, seeds: Sequence[int]) -> list[float]:
+        return parabola([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
 
     def gap(self, seed: int) -> float:
         """What causal routing costs, relative to the loss with look-ahead, over all sizes."""
@@ -77,9 +81,9 @@ class Curve(NamedTuple):
         return float(np.mean(gaps))
 
 
-def parabola(sizes: Sequence[float], losses: Sequence[float]) -> Any:
+def parabola(sizes: Sequence[float], losses: Sequence[float]) -> list[float]:
     """Coefficients of the loss in the logarithm of the size, the square first."""
-    return np.polyfit(np.log(sizes), losses, 2)
+    return [float(value) for value in np.polyfit(np.log(sizes), losses, 2)]
 
 
 def lowest(sizes: Sequence[float], losses: Sequence[float]) -> Optimum:
@@ -92,7 +96,7 @@ def lowest(sizes: Sequence[float], losses: Sequence[float]) -> Optimum:
         a, b, c = parabola(sizes, losses)
         lowest_log = -b / (2 * a) if a > 0 else math.inf
         if math.log(min(sizes)) <= lowest_log <= math.log(max(sizes)):
-            return Optimum(math.exp(lowest_log), float(c - b**2 / (4 * a)), True)
+            return Optimum(math.exp(lowest_log), c - b**2 / (4 * a), True)
     index = int(np.argmin(losses))
     return Optimum(sizes[index], losses[index], False)
 
@@ -101,42 +105,52 @@ class Fit(NamedTuple):
     """What a study came to; as text a table."""
 
     split: str
+    finished: int
+    planned: int
     curves: list[dict[str, Any]]
     comparisons: list[dict[str, Any]]
     tests: list[dict[str, Any]]
-    excluded: list[dict[str, str]]
+    left_out: list[dict[str, str]]
 
     def __str__(self) -> str:
-        rows = [["budget", "variant", "runs", "best size", "loss", "look-ahead", "optimum (parameters)", "loss there"]]
+        rows = [
+            ["budget", "variant", "sizes x seeds", "best", "loss", "look-ahead", "optimum (parameters)", "loss there"]
+        ]
         for curve in self.curves:
             best, optimum = curve["best"], curve["optimum"]
             spread = "" if best["std"] is None else f" ± {best['std']:.4f}"
-            row = [short(curve["budget"]), curve["variant"], str(curve["runs"]), best["shape"]]
-            row += [f"{best['loss']:.4f}{spread}", f"{best['lookahead_loss']:.4f}"]
+            row = [short(curve["budget"]), curve["variant"], f"{len(curve['points'])} x {len(curve['seeds'])}"]
+            row += [best["shape"], f"{best['loss']:.4f}{spread}", f"{best['lookahead_loss']:.4f}"]
             if optimum["is_bracketed"]:
                 row.append(f"{optimum['parameters']:,.0f} {_range(optimum['parameters_interval'], ',.0f')}")
                 row.append(f"{optimum['loss']:.4f} {_range(optimum['loss_interval'], '.4f')}")
             else:
                 row += ["not bracketed", ""]
             rows.append(row)
-        about = f"losses on the {self.split} text with causal routing; ± is the spread of seeds, [] 95 % (bootstrap)"
-        lines = [about, columns(rows, left=(1,))]
+        about = [f"{self.finished} of {self.planned} runs; losses on the {self.split} text with causal routing"]
+        about.append("± is the spread of seeds, [] 95 % by the bootstrap over seeds")
+        lines = ["; ".join(about), columns(rows, left=(1,))]
         rows = [["budget", "variant", "against", "loss", "t interval", "bootstrap", "optimum", "curves cross at"]]
         for pair in self.comparisons:
-            ratio = pair["optimum_ratio"]
-            row = [short(pair["budget"]), pair["variant"], pair["against"], f"{pair['loss']:+.2%}"]
+            row = [short(pair["budget"]), pair["variant"], pair["against"], _as(pair["loss"], "+.2%")]
             row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval")]
-            row += ["" if ratio is None else f"x {ratio:.2f}", ", ".join(f"{x:,.0f}" for x in pair["crossings"])]
+            row += [_as(pair["optimum_ratio"], "x {:.2f}"), ", ".join(f"{x:,.0f}" for x in pair["crossings"])]
             rows.append(row)
         lines += ["", columns(rows, left=(1, 2))] if self.comparisons else []
         rows = [["claim", "found", "interval", "p", "corrected", ""]]
         for test in self.tests:
-            found = "" if test["estimate"] is None else f"{test['estimate']:+.2%}"
-            p_values = ["" if p is None else f"{p:.2g}" for p in (test["p"], test["p_corrected"])]
-            rows.append([test["claim"], found, _range(test["interval"], "+.2%"), *p_values, test["verdict"]])
+            style, (found, interval) = "+.2%", (test["estimate"], test["interval"])
+            if test["kind"] == "larger" and found is not None:  # a logarithm
+                style, found, interval = ".2f", math.exp(found), [math.exp(edge) for edge in interval]
+            cells = [_as(found, style), _range(interval, style), _as(test["p"], ".2g"), _as(test["p_corrected"], ".2g")]
+            rows.append([test["claim"], *cells, test["verdict"]])
         lines += ["", columns(rows, left=(0, 5))] if self.tests else []
-        lines += [f"left out: {entry['cell']}, {entry['reason']}" for entry in self.excluded]
+        lines += [f"left out: {entry['cell']}, {entry['reason']}" for entry in self.left_out]
         return "\n".join(lines)
+
+
+def _as(value: float | None, style: str) -> str:
+    return "" if value is None else style.format(value) if "{" in style else f"{value:{style}}"
 
 
 def _range(interval: Sequence[float] | None, style: str) -> str:
@@ -152,27 +166,26 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
     if split not in HELD_OUT:
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     study = Study.read(folder)
-    excluded = [(cell, study.failure(cell)) for cell in study.cells]
-    left_out = [{"cell": cell.name, "reason": reason} for cell, reason in excluded if reason is not None]
-    counted = [cell for cell, reason in excluded if reason is None and study.is_finished(cell)]
-    if not counted:
+    finished = [cell for cell in study.cells if study.is_finished(cell)]
+    if not finished:
         raise ValueError(f"no cell of the study in {str(folder)!r} is finished: mixdepth isoflop run {folder}")
-    if split == "test" and len(counted) + len(left_out) < len(study.cells):
-        missing = len(study.cells) - len(counted) - len(left_out)
+    missing = sum(not study.is_settled(cell) for cell in study.cells)
+    if split == "test" and missing:
         raise ValueError(
             f"{missing} cells are not finished: the test text is opened once, when all is done and decided"
         )
+    failures = {cell.name: reason for cell in study.cells if (reason := study.failure(cell)) is not None}
+    counted = [cell for cell in finished if cell.name not in failures]
     losses = {cell.name: _losses(study, cell, split) for cell in counted}
-    curves = _curves(counted, losses)
-    comparisons = [
-        _compare(curve, curves[budget, DENSE])
-        for (budget, name), curve in curves.items()
-        if name != DENSE and (budget, DENSE) in curves
-    ]
-    tests = [_test(claim, curves) for claim in study.hypotheses]
-    _correct(tests)
-    found = Fit(split, [_describe(curve) for curve in curves.values()], comparisons, tests, left_out)
-    write_json(study.folder / fit_file(split), found._asdict())
+    curves = _curves(counted, losses, failures)
+    pairs = [(curve, curves.get((curve.budget, DENSE))) for curve in curves.values() if curve.variant != DENSE]
+    comparisons = [_compare(curve, dense) for curve, dense in pairs if dense is not None]
+    tests = _corrected([_test(claim, curves) for claim in study.hypotheses])
+    left_out = [{"cell": name, "reason": reason} for name, reason in failures.items()]
+    shown = [_describe(curve) for curve in curves.values()]
+    found = Fit(split, len(finished), len(study.cells), shown, comparisons, tests, left_out)
+    with writing(study.folder):
+        write_json(study.folder / fit_file(split), found._asdict())
     return found
 
 
@@ -186,8 +199,8 @@ def _losses(study: Study, cell: Cell, split: str) -> tuple[float, float]:
     if split == "test":
         path = run.folder / TEST
         if not path.exists():
-            entry = evaluate_runs([str(run.folder)], split="test", windows=cell.settings["eval_windows"]).entries[0]
-            found = entry.evaluation
+            window = {"windows": cell.settings["eval_windows"], "context": cell.settings["context"]}
+            found = evaluate_runs([str(run.folder)], split="test", **window).entries[0].evaluation
             write_json(path, {"loss": found.loss, "lookahead_loss": found.lookahead_loss, "windows": len(found.rows)})
         tested = read_json(path)
         return tested["loss"], tested["lookahead_loss"]
@@ -196,52 +209,53 @@ def _losses(study: Study, cell: Cell, split: str) -> tuple[float, float]:
     return result["validation_loss"], result.get("validation_lookahead_loss", result["validation_loss"])
 
 
-def _curves(cells: list[Cell], losses: dict[str, tuple[float, float]]) -> dict[tuple[float, str], Curve]:
+def _curves(
+    cells: list[Cell], losses: dict[str, tuple[float, float]], failures: dict[str, str]
+) -> dict[tuple[float, str], Curve]:
+    """What is left out for want of seeds is added to the failures."""
     groups: dict[tuple[float, str], dict[str, list[Cell]]] = {}
     for cell in cells:
         groups.setdefault((cell.budget, cell.variant), {}).setdefault(cell.shape, []).append(cell)
     curves = {}
     for (budget, variant), shapes in groups.items():
+        while not set.intersection(*({cell.seed for cell in same} for same in shapes.values())):
+            fewest = min(shapes, key=lambda shape: len(shapes[shape]))
+            failures |= {cell.name: "its size has too few seeds" for cell in shapes.pop(fewest)}
+        seeds = sorted(set.intersection(*({cell.seed for cell in same} for same in shapes.values())))
         points = []
         for shape, same in shapes.items():
             causal, ahead = ({cell.seed: losses[cell.name][i] for cell in same} for i in (0, 1))
-            points.append(Point(shape, same[0].rung, same[0].parameters, same[0].flops_per_token, causal, ahead))
+            points.append(Point(shape, same[0].parameters, same[0].flops_per_token, causal, ahead))
         points.sort(key=lambda point: point.parameters)
-        curves[budget, variant] = Curve(budget, variant, tuple(points))
+        curves[budget, variant] = Curve(budget, variant, tuple(points), seeds)
     return curves
 
 
 def _describe(curve: Curve) -> dict[str, Any]:
     best, seeds = curve.best, curve.seeds
-    values = list(best.losses.values())
-    found = curve.optimum(seeds) if seeds else Optimum(best.parameters, best.loss, False)
+    values = [best.losses[seed] for seed in seeds]
+    found = curve.optimum(seeds)
     drawn = [curve.optimum(draw) for draw in _draws(seeds)]
     return {
         "budget": curve.budget,
         "variant": curve.variant,
-        "runs": sum(len(point.losses) for point in curve.points),
         "seeds": seeds,
-        "points": [{**point._asdict(), "loss": point.loss} for point in curve.points],
+        "points": [{**point._asdict(), "loss": point.loss(seeds)} for point in curve.points],
         "best": {
             "shape": best.shape,
             "parameters": best.parameters,
             "flops_per_token": best.flops_per_token,
-            "loss": best.loss,
+            "loss": best.loss(seeds),
             "std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
-            "lookahead_loss": float(np.mean(list(best.lookahead_losses.values()))),
+            "lookahead_loss": float(np.mean([best.lookahead_losses[seed] for seed in seeds])),
         },
         "optimum": {
             **found._asdict(),
             "parameters_interval": _percentiles([optimum.parameters for optimum in drawn]),
             "loss_interval": _percentiles([optimum.loss for optimum in drawn]),
         },
-        "parabola": _mean_parabola(curve) if found.is_bracketed else None,
+        "parabola": curve.parabola(seeds) if found.is_bracketed else None,
     }
-
-
-def _mean_parabola(curve: Curve) -> list[float]:
-    losses = [float(np.mean([point.losses[seed] for seed in curve.seeds])) for point in curve.points]
-    return [float(value) for value in parabola([point.parameters for point in curve.points], losses)]
 
 
 def _draws(seeds: Sequence[int]) -> list[list[int]]:
@@ -256,48 +270,46 @@ def _percentiles(values: Sequence[float]) -> list[float] | None:
     return [float(x) for x in np.percentile(values, [2.5, 97.5])] if values else None
 
 
-def _relative(curve: Curve, other: Curve) -> Callable[[Sequence[int]], float]:
+def _relative(curve: Curve, other: Curve) -> Callable[[Sequence[int]], float] | None:
     """The loss of one curve relative to the other's, as a function of the seeds to take the mean of.
 
-    Where both have ladders these are their optima; else the rungs that they share, the best size of each if there
-    are none."""
+    Where both have ladders these are their optima; else their sizes of the same FLOPs, and None if there are none."""
     if min(len(curve.points), len(other.points)) >= MIN_SIZES:
         return lambda seeds: curve.optimum(seeds).loss / other.optimum(seeds).loss - 1
-    rungs = {point.rung for point in curve.points} & {point.rung for point in other.points}
-    mine, theirs = ({point.rung: point for point in one.points} for one in (curve, other))
-    pairs = [(mine[rung], theirs[rung]) for rung in rungs] or [(curve.best, other.best)]
+    pairs = [(a, b) for a in curve.points for b in other.points if _octaves(a, b) <= SAME_FLOPS]
+    if not pairs:
+        return None
+    return lambda seeds: float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in pairs])) - 1
 
-    def relative(seeds: Sequence[int]) -> float:
-        ratios = [np.mean([a.losses[s] for s in seeds]) / np.mean([b.losses[s] for s in seeds]) for a, b in pairs]
-        return float(np.mean(ratios)) - 1
 
-    return relative
+def _octaves(one: Point, other: Point) -> float:
+    return abs(math.log2(one.flops_per_token / other.flops_per_token))
 
 
 def _compare(curve: Curve, other: Curve) -> dict[str, Any]:
     seeds = sorted(set(curve.seeds) & set(other.seeds))
-    relative = _relative(curve, other)
-    both = (curve.optimum(seeds), other.optimum(seeds)) if seeds else None
-    bracketed = both is not None and both[0].is_bracketed and both[1].is_bracketed
+    relative = _relative(curve, other) if seeds else None
+    bracketed = curve.is_bracketed(seeds) and other.is_bracketed(seeds)
+    ratio = curve.optimum(seeds).parameters / other.optimum(seeds).parameters if bracketed else None
     return {
         "budget": curve.budget,
         "variant": curve.variant,
         "against": other.variant,
         "seeds": seeds,
-        "loss": relative(seeds) if seeds else curve.best.loss / other.best.loss - 1,
-        "t_interval": _t_interval([relative([seed]) for seed in seeds]),
-        "bootstrap_interval": _percentiles([relative(draw) for draw in _draws(seeds)]),
-        "optimum_ratio": both[0].parameters / both[1].parameters if both and bracketed else None,
-        "crossings": _crossings(curve, other) if bracketed else [],
+        "loss": None if relative is None else relative(seeds),
+        "t_interval": None if relative is None else _t_interval([relative([seed]) for seed in seeds]),
+        "bootstrap_interval": None if relative is None else _percentiles([relative(draw) for draw in _draws(seeds)]),
+        "is_bracketed": bracketed,
+        "optimum_ratio": ratio,
+        "crossings": _crossings(curve, other, seeds) if bracketed else [],
     }
 
 
-def _crossings(curve: Curve, other: Curve) -> list[float]:
+def _crossings(curve: Curve, other: Curve, seeds: Sequence[int]) -> list[float]:
     """The sizes, among those that both have, where the parabolas meet."""
-    low, high = (
-        bound(end(p.parameters for p in c.points) for c in (curve, other)) for bound, end in ((max, min), (min, max))
-    )
-    roots = np.roots(np.subtract(_mean_parabola(curve), _mean_parabola(other)))
+    low = max(min(point.parameters for point in one.points) for one in (curve, other))
+    high = min(max(point.parameters for point in one.points) for one in (curve, other))
+    roots = np.roots(np.subtract(curve.parabola(seeds), other.parabola(seeds)))
     found = [math.exp(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real < 100]
     return sorted(size for size in found if low <= size <= high)
 
@@ -311,32 +323,37 @@ def _t_interval(values: Sequence[float]) -> list[float] | None:
 
 def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str, Any]:
     """One number for each seed, and a t test of their mean."""
-    about: dict[str, Any] = {"name": claim.name, "claim": f"{short(claim.budget)}: {claim.claim}", "kind": claim.kind}
-    about |= {"family": claim.family, "finished_before": claim.finished_before, "margin": claim.margin}
+    about: dict[str, Any] = {**claim._asdict(), "claim": f"{short(claim.budget)}: {claim.claim}"}
     nothing = {**about, "values": [], "estimate": None, "interval": None, "p": None, "p_corrected": None}
     one, other = (curves.get((claim.budget, name)) for name in (claim.variant, claim.against))
     if one is None or other is None:
         return {**nothing, "verdict": "not run"}
     seeds = sorted(set(one.seeds) & set(other.seeds))
+    is_bracketed = one.is_bracketed(seeds) and other.is_bracketed(seeds)
+    relative = _relative(one, other)
     if claim.kind == "equivalent":
         values = [one.gap(seed) for seed in seeds]
     elif claim.kind == "larger":
-        if not (seeds and one.optimum(seeds).is_bracketed and other.optimum(seeds).is_bracketed):
+        if not is_bracketed:
             return {**nothing, "verdict": "an optimum is not bracketed"}
         values = [math.log(one.optimum([s]).parameters / other.optimum([s]).parameters) for s in seeds]
+    elif relative is None:
+        return {**nothing, "verdict": "they have no size in common"}
     else:
-        relative = _relative(one, other)
         values = [relative([seed]) for seed in seeds]
     if len(values) < 2:
         return {**nothing, "values": values, "verdict": "too few seeds"}
+    p = _p_value(claim, values)
+    ladders = min(len(one.points), len(other.points)) >= MIN_SIZES
+    note = "; not bracketed" if claim.kind in ("differs", "less") and ladders and not is_bracketed else ""
     return {
         **about,
         "values": values,
         "estimate": float(np.mean(values)),
         "interval": _t_interval(values),
-        "p": _p_value(claim, values),
+        "p": p if math.isfinite(p) else None,
         "p_corrected": None,
-        "verdict": "",
+        "verdict": note if math.isfinite(p) else "the seeds do not differ",
     }
 
 
@@ -349,19 +366,32 @@ def _p_value(claim: Hypothesis, values: list[float]) -> float:
     return float(test(values, 0.0, alternative=alternative).pvalue)
 
 
-def _correct(tests: list[dict[str, Any]]) -> None:
-    """Holm's correction of the primary tests; and what each came to."""
-    primary = sorted((t for t in tests if t["family"] == "primary" and t["p"] is not None), key=lambda t: t["p"])
+def _corrected(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With Holm's correction of the primary tests, for all that were planned; and what each came to."""
+    primary = [test for test in tests if test["family"] == "primary"]
     highest = 0.0
-    for rank, test in enumerate(primary):
+    tested = sorted((test for test in primary if test["p"] is not None), key=lambda test: float(test["p"]))
+    for rank, test in enumerate(tested):
         highest = max(highest, min(1.0, (len(primary) - rank) * test["p"]))
         test["p_corrected"] = highest
     for test in tests:
         p = test["p"] if test["p_corrected"] is None else test["p_corrected"]
         if p is not None:
-            test["verdict"] = ("holds" if p < LEVEL else "not shown") + (
-                "" if test["family"] == "primary" else " (exploratory)"
-            )
+            test["verdict"] = _verdict(test, p < LEVEL) + test["verdict"]
+            if test["family"] != "primary":
+                after = f", thought of after {test['finished_before']} runs" if test["finished_before"] else ""
+                test["verdict"] += f" (exploratory{after})"
+    return tests
+
+
+def _verdict(test: dict[str, Any], is_shown: bool) -> str:
+    if not is_shown:
+        return "not shown"
+    if test["kind"] != "differs":
+        return "holds"
+    side = "lower" if test["estimate"] < 0 else "higher"
+    reached = test["margin"] and test["estimate"] <= -test["margin"]
+    return f"holds: {side}" + (", and reaches the goal" if reached else "")
 
 
 def _scipy_stats() -> Any:

@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from mixdepth import schedule
-from mixdepth.config import DepthConfig, check_integer, is_number
+from mixdepth.config import check_integer, is_number
+from mixdepth.data import Corpus
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
-from mixdepth.isoflop.study import STUDY, Cell, Hypothesis, Study, short
+from mixdepth.isoflop.hypotheses import hypotheses
+from mixdepth.isoflop.study import STUDY, Cell, Study, short
 from mixdepth.isoflop.table import columns
-from mixdepth.isoflop.variants import DENSE, Variant, parse_variant
+from mixdepth.isoflop.variants import OF_TRAINING, Variant, parse_variant
 from mixdepth.router import update_routers
-from mixdepth.settings import PLANNED, STUDY_DEFAULTS, TrainConfig
+from mixdepth.run import writing
+from mixdepth.settings import NOT_COMMON, STUDY_DEFAULTS, TrainConfig
 from mixdepth.sources import absolute
 from mixdepth.training import check_windows, corpus_of, default_learning_rate, make_model
 
@@ -36,10 +40,10 @@ OCTAVE = 0.5
 """Between two rungs, in octaves of FLOPs."""
 ASPECT_WEIGHT = 0.25
 """What an octave from the aspect counts, against an octave from the rung."""
+FARTHEST = 1.0
+"""How many octaves from its rung a shape may be: widths go by 16, and small ones are far apart."""
 LINES = 200
 """Lines of metrics.jsonl that a cell writes, unless told otherwise."""
-LOSS_GOAL, EQUAL = 0.015, 0.003
-"""The gain over the dense model that we aim at, and what we call equal, as shares of the loss."""
 
 
 def plan(
@@ -59,59 +63,47 @@ def plan(
     rungs around `centre`, in FLOPs of a forward pass for each token (by default a rule for text in bytes). The other
     settings are those of `TrainConfig`, the same for all cells. Cells that are there already stay as they are.
     """
-    known = [field.name for field in fields(TrainConfig) if field.name not in PLANNED]
+    known = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMMON]
     wrong = [name for name in settings if name not in known]
     if wrong:
         raise ValueError(f"a study's runs have no common setting {wrong[0]!r}; there are {', '.join(known)}")
-    parsed = _checked(budgets, variants, sizes, centre)
-    seeds = range(seeds) if isinstance(seeds, int) else seeds
-    if not seeds:
-        raise ValueError("seeds must be a number of at least 1, or a list")
+    parsed = _parsed(budgets, variants, sizes, centre)
+    seeds = _seeds(seeds)
     common = TrainConfig.from_dict({"steps": 1, "depth": None, **STUDY_DEFAULTS, **settings})
     common = replace(common, corpus=absolute(common.corpus))
     corpus = corpus_of(common)
-    check_windows(corpus, common)
-    old = Study.read(out) if (Path(out) / STUDY).exists() else Study(Path(out), corpus.digest, [], [], [])
-    if old.corpus_digest != corpus.digest:
-        raise ValueError(f"the study in {str(out)!r} is on another text than {common.corpus!r}: choose another --out")
-    num_windows = len(corpus.train.windows(common.context))
-    vocab_size = len(corpus.tokenizer)
-
-    found: list[Cell] = []
-    for budget, variant in itertools.product(budgets, parsed):
-        middle = centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
-        rungs = ladder(sizes)
-        shapes = shapes_near([middle * rung for rung in rungs], variant, common, vocab_size)
-        for (layers, width), rung in zip(shapes, rungs, strict=True):
-            config = _config(common, variant, budget, layers, width)
-            if "log_every" not in settings:
-                config = _with_lines(config, vocab_size)
-            with torch.device("meta"):
-                model = make_model(config, vocab_size)
-            course = schedule.plan(model, config)
-            tell(f"timing {variant.name}, {layers} layers of width {width}")
-            seconds = course.steps * seconds_per_step(config, vocab_size)
-            for seed in seeds:
-                name = f"{short(budget)}/{_folder(variant.name)}/{layers}x{width}/seed{seed}"
-                about = replace(config, seed=seed).to_dict()
-                tokens = count_flops(model, config.context).total / config.context
-                epochs = course.steps * config.batch_size / num_windows
-                size = model.num_parameters()
-                cost = (size, tokens, course.steps, course.flops, epochs, seconds)
-                found.append(Cell(name, budget, variant.name, seed, rung, about, *cost))
-    _check_same(old, found)
-    asked = {"budgets": list(budgets), "variants": list(variants), "seeds": list(seeds), "sizes": sizes}
-    asked |= {"centre": centre, **settings, "threads": torch.get_num_threads()}
-    study = old._replace(
-        plans=[*old.plans, asked],
-        cells=_merged(old.cells, found, key=lambda cell: cell.name),
-        hypotheses=_merged(old.hypotheses, _hypotheses(old, found, parsed), key=lambda claim: claim.name),
-    )
-    study.write()
+    _check_text(corpus, common)
+    folder = Path(out)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        old = Study.read(folder) if (folder / STUDY).exists() else Study(folder, corpus.digest, [], [], [])
+        if old.corpus_digest != corpus.digest:
+            raise ValueError(
+                f"the study in {str(out)!r} is on another text than {common.corpus!r}: choose another --out"
+            )
+        _check_common(old, common)
+        new = []
+        for budget, variant in itertools.product(dict.fromkeys(map(float, budgets)), parsed):
+            middle = centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
+            new += _cells(budget, variant, ladder(sizes), middle, seeds, common, corpus, "log_every" in settings)
+        added = _added(old.cells, new)
+        times: dict[tuple[str, str], float] = {}
+        for index, cell in enumerate(added):
+            key = (cell.variant, cell.shape)
+            if key not in times:
+                tell(f"timing {cell.variant} {cell.shape}")
+                times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
+            added[index] = cell._replace(seconds=cell.steps * times[key])
+        asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes}
+        study = old._replace(plans=[*old.plans, {**asked, "centre": centre, **settings}], cells=[*old.cells, *added])
+        study = study._replace(hypotheses=hypotheses(study))
+        with writing(folder):
+            study.write()
     return study
 
 
-def _checked(budgets: Sequence[float], variants: Sequence[str], sizes: int, centre: float | None) -> list[Variant]:
+def _parsed(budgets: Sequence[float], variants: Sequence[str], sizes: int, centre: float | None) -> list[Variant]:
     for budget in budgets:
         if not is_number(budget) or not 0 < budget < math.inf:
             raise ValueError(f"a budget must be a positive number of FLOPs, not {budget!r}")
@@ -120,42 +112,95 @@ def _checked(budgets: Sequence[float], variants: Sequence[str], sizes: int, cent
     check_integer("sizes", sizes, minimum=1)
     if centre is not None and (not is_number(centre) or not 0 < centre < math.inf):
         raise ValueError(f"centre must be a positive number of FLOPs, not {centre!r}")
-    return [parse_variant(text) for text in dict.fromkeys(variants)]
+    return [parse_variant(text) for text in dict.fromkeys(text.strip() for text in variants)]
 
 
-def _merged(old: list[Any], new: list[Any], key: Callable[[Any], str]) -> list[Any]:
-    """Both, those of `old` as they are."""
-    known = {key(item) for item in old}
-    return [*old, *(item for item in new if key(item) not in known)]
+def _seeds(seeds: int | Sequence[int]) -> list[int]:
+    if not isinstance(seeds, Sequence):
+        check_integer("seeds", seeds, minimum=1)
+        return list(range(seeds))
+    for seed in seeds:
+        check_integer("seeds", seed, minimum=0)
+    if not seeds:
+        raise ValueError("seeds must be a number of at least 1, or a list of seeds")
+    return list(dict.fromkeys(seeds))
 
 
-def _check_same(old: Study, found: list[Cell]) -> None:
-    cells = {cell.name: cell for cell in old.cells}
-    for cell in found:
-        before = cells.get(cell.name, cell).settings
-        for name, value in cell.settings.items():
-            if before.get(name) != value:
+def _check_text(corpus: Corpus, common: TrainConfig) -> None:
+    check_windows(corpus, common)
+    if not len(corpus.test.windows(common.context)):
+        raise ValueError(
+            f"test={common.test} of corpus {corpus.name!r} is less than one window of context={common.context}: a "
+            "study holds text out to the end; raise --test"
+        )
+
+
+def _check_common(old: Study, common: TrainConfig) -> None:
+    """Losses compare only between cells that share text, context and schedule."""
+    for cell in old.cells[:1]:
+        for name, value in common.to_dict().items():
+            own = name in NOT_COMMON or name in OF_TRAINING or name == "log_every"
+            if not own and cell.settings.get(name) != value:
                 raise ValueError(
-                    f"cell {cell.name!r} is planned already with {name}={before.get(name)!r}, not {value!r}: choose "
+                    f"the study in {str(old.folder)!r} has {name}={cell.settings.get(name)!r}, not {value!r}: choose "
                     "another --out"
                 )
 
 
+def _cells(
+    budget: float,
+    variant: Variant,
+    rungs: Sequence[float],
+    middle: float,
+    seeds: Sequence[int],
+    common: TrainConfig,
+    corpus: Corpus,
+    keeps_lines: bool,
+) -> list[Cell]:
+    vocab_size = len(corpus.tokenizer)
+    cells = []
+    shapes = shapes_near([middle * rung for rung in rungs], variant, common, vocab_size)
+    for (layers, width), rung in zip(shapes, rungs, strict=True):
+        config = _config(common, variant, budget, layers, width)
+        with torch.device("meta"):
+            model = make_model(config, vocab_size)
+        course = schedule.plan(model, config)
+        if not keeps_lines:
+            config = replace(config, log_every=max(1, course.steps // LINES))
+        flops_per_token = count_flops(model, config.context).total / config.context
+        epochs = course.steps * config.batch_size / len(corpus.train.windows(config.context))
+        cost = (model.num_parameters(), flops_per_token, course.steps, course.flops, epochs, 0.0)
+        for seed in seeds:
+            depth = config.depth
+            if depth is not None and depth.scheme == "random":
+                depth = replace(depth, seed=seed)  # of its noise
+            about = replace(config, seed=seed, depth=depth).to_dict()
+            name = f"{short(budget)}/{variant.name.replace(':', ',')}/{layers}x{width}/seed{seed}"
+            cells.append(Cell(name, budget, variant.name, seed, rung, about, *cost))
+    return cells
+
+
 def _config(common: TrainConfig, variant: Variant, budget: float, layers: int, width: int) -> TrainConfig:
     settings = {**common.to_dict(), **variant.training, "steps": None, "flops": budget}
-    settings |= {"layers": layers, "width": width, "depth": variant.depth}
-    config = TrainConfig.from_dict(settings)
+    config = TrainConfig.from_dict(settings | {"layers": layers, "width": width, "depth": variant.depth})
     return replace(config, learning_rate=config.learning_rate or default_learning_rate(config))
 
 
-def _with_lines(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    with torch.device("meta"):
-        steps = schedule.plan(make_model(config, vocab_size), config).steps
-    return replace(config, log_every=max(1, steps // LINES))
-
-
-def _folder(variant: str) -> str:
-    return variant.replace(":", ",")
+def _added(old: list[Cell], new: list[Cell]) -> list[Cell]:
+    """Those that are not there yet; one of the same name must be the same."""
+    known = {cell.name: cell for cell in old}
+    added = []
+    for cell in new:
+        before = known.setdefault(cell.name, cell)
+        if before is cell:
+            added.append(cell)
+        for name, value in cell.settings.items():
+            if before.settings.get(name) != value:
+                raise ValueError(
+                    f"cell {cell.name!r} is planned already with {name}={before.settings.get(name)!r}, not {value!r}: "
+                    "choose another --out"
+                )
+    return added
 
 
 def ladder(sizes: int) -> list[float]:
@@ -175,13 +220,18 @@ def shapes_near(
     costs: dict[tuple[int, int], float] = {}
     for width in itertools.count(16, 16):
         period, logits = _cost(variant, common, width, vocab_size)
-        if period + logits > 2 * max(rungs) and costs:
+        if period + logits > 2 * max(rungs):
             break
-        for number in range(1, max(1, math.ceil(2 * max(rungs) / period)) + 1):
+        for number in range(1, math.ceil(2 * max(rungs) / period) + 1):
             costs[number * variant.every, width] = number * period + logits
     chosen: list[tuple[int, int]] = []
     for rung in rungs:
-        left = [shape for shape in costs if shape not in chosen]
+        left = [shape for shape in costs if shape not in chosen and abs(math.log2(costs[shape] / rung)) <= FARTHEST]
+        if not left:
+            raise ValueError(
+                f"variant {variant.name!r} has no further shape near {rung:.3g} FLOPs for each token: raise --centre "
+                "or the budget, or take fewer --sizes"
+            )
         chosen.append(min(left, key=lambda shape: _distance(shape, costs[shape], rung, variant.aspect)))
     return chosen
 
@@ -233,64 +283,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _hypotheses(old: Study, cells: list[Cell], variants: list[Variant]) -> list[Hypothesis]:
-    """What the cells can test: the first learned variant against the dense model is the primary question."""
-    claims = []
-    learned = [v for v in variants if v.depth is not None and v.depth.scheme != "random"]
-    for budget in dict.fromkeys(cell.budget for cell in cells):
-        finished = sum(old.is_finished(cell) for cell in old.cells if cell.budget == budget)
-
-        def claim(kind: str, variant: str, against: str, margin: float, primary: bool, words: str) -> Hypothesis:
-            name = f"{short(budget)}: {variant} {kind} {against}"  # noqa: B023
-            family = "primary" if primary else "exploratory"
-            return Hypothesis(name, words, kind, budget, variant, against, margin, family, finished)  # noqa: B023
-
-        for variant in learned:
-            mine, first = variant.name, variant is learned[0]
-            if any(v.name == DENSE for v in variants):
-                words = f"the best {mine} has another loss than the best dense model; goal: {LOSS_GOAL:.1%} below"
-                claims.append(claim("differs", mine, DENSE, LOSS_GOAL, first, words))
-                words = f"the best {mine} has more parameters than the best dense model"
-                claims.append(claim("larger", mine, DENSE, 0.0, first, words))
-            words = f"causal routing costs {mine} less than {EQUAL:.1%} of its loss, or gains less"
-            claims.append(claim("equivalent", mine, mine, EQUAL, first, words))
-        for one, other in itertools.permutations([v for v in variants if v.depth is not None], 2):
-            differing = _differing(one, other)
-            if differing == "scheme" and other.depth and other.depth.scheme == "random":
-                words = f"learned routing ({one.name}) has a lower loss than random routing ({other.name})"
-                claims.append(claim("less", one.name, other.name, 0.0, True, words))
-            elif differing == "every" and one.every > other.every:
-                words = f"routing every {one.every} layers has a lower loss than every {other.every}"
-                claims.append(claim("less", one.name, other.name, 0.0, False, words))
-            elif differing not in (None, "scheme", "every") and variants.index(one) > variants.index(other):
-                words = f"{one.name} has another loss than {other.name}"
-                claims.append(claim("differs", one.name, other.name, 0.0, False, words))
-    return claims
-
-
-def _differing(one: Variant, other: Variant) -> str | None:
-    """The one setting of the routing in which two variants differ; None if there is not exactly one."""
-    if one.depth is None or other.depth is None or (one.training, one.aspect) != (other.training, other.aspect):
-        return None
-    names = [f.name for f in fields(DepthConfig) if getattr(one.depth, f.name) != getattr(other.depth, f.name)]
-    return names[0] if len(names) == 1 else None
-
-
 def table(study: Study, workers: int) -> str:
     """The plan as a table, one line for each variant and size."""
-    head = [
-        "budget",
-        "variant",
-        "layers x width",
-        "parameters",
-        "FLOPs/token",
-        "rate",
-        "steps",
-        "epochs",
-        "seeds",
-        "minutes",
-    ]
-    rows = [head]
+    rows = [["budget", "variant", "layers x width", "parameters", "FLOPs/token", "rate", "steps", "epochs"]]
+    rows[0] += ["seeds", "minutes"]
     groups: dict[tuple[float, str, str], list[Cell]] = {}
     for cell in study.cells:
         groups.setdefault((cell.budget, cell.variant, cell.shape), []).append(cell)
@@ -300,12 +296,11 @@ def table(study: Study, workers: int) -> str:
         row = [short(budget), variant, f"{layers} x {width}", f"{cell.parameters:,}", f"{cell.flops_per_token:,.0f}"]
         row += [f"{rate:.2g}", f"{cell.steps:,}", f"{cell.epochs:.2f}", f"{len(cells)}", f"{cell.seconds / 60:.1f}"]
         rows.append(row)
-    text = columns(rows, left=(1,))
     repeated = sorted({cell.variant for cell in study.cells if cell.epochs > 1})
     done = sum(study.is_finished(cell) for cell in study.cells)
     left = sum(cell.seconds for cell in study.cells if not study.is_finished(cell))
     lines = [
-        text,
+        columns(rows, left=(1,)),
         f"{len(study.cells)} runs of {sum(cell.flops for cell in study.cells):.3g} FLOPs in all, {done} finished; "
         f"about {left / 3600 / workers:.1f} hours for the rest with {workers} side by side, one core each",
     ]

@@ -10,6 +10,7 @@ from mixdepth.files import read_json
 from mixdepth.isoflop.fit import fit_file
 from mixdepth.isoflop.study import Study, short
 from mixdepth.isoflop.variants import DENSE
+from mixdepth.run import writing
 
 COLOURS = ("#444444", "#0b6fb8", "#d9822b", "#3a9a5c", "#a04fa8", "#c23b3b", "#7d7d00", "#00808a")
 MARKERS = "osD^vP*X"
@@ -24,7 +25,9 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     path = study.folder / fit_file(split)
     if not path.exists():
         raise ValueError(f"{str(folder)!r} has no {path.name}: mixdepth isoflop fit {folder} makes it")
-    curves = read_json(path)["curves"]
+    curves = read_json(path).get("curves")
+    if not curves:
+        raise ValueError(f"{str(path)!r} is damaged: mixdepth isoflop fit {folder} makes it anew")
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
     look = {name: {"color": COLOURS[i % 8], "marker": MARKERS[i % 8]} for i, name in enumerate(variants)}
@@ -42,7 +45,7 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
 
 def _variants(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
     """Fig. 3: all variants at one budget; left the loss, right what a forward pass costs."""
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.6), width_ratios=(3, 2), layout="constrained")
+    figure, (left, right) = _figure(width_ratios=(3, 2))
     for curve in curves:
         _draw(left, curve, look[curve["variant"]], curve["variant"])
     left.set_title(f"{short(curves[0]['budget'])} training FLOPs")
@@ -62,7 +65,7 @@ def _variants(curves: list[dict[str, Any]], look: dict[str, Any], split: str) ->
 
 def _budgets(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
     """Fig. 4: left the curves at every budget; right both axes relative to the best dense model of the budget."""
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (left, right) = _figure(width_ratios=(1, 1))
     dense = {curve["budget"]: curve["best"] for curve in curves if curve["variant"] == DENSE}
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     for curve in curves:
@@ -119,24 +122,23 @@ def _label(axes: Any, split: str) -> None:
 
 
 def _save(figure: Any, study: Study, name: str) -> list[Path]:
+    from matplotlib import rc_context
+
     paths = [study.folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        aside = path.with_name(f".{path.name}")
-        figure.savefig(
-            aside, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
-        )
-        aside.replace(path)
-    _pyplot().close(figure)
+    with rc_context({"svg.hashsalt": "mixdepth"}), writing(study.folder):  # the same file each time
+        for path in paths:
+            aside = path.with_name(f".{path.name}")
+            dated = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(aside, format=path.suffix[1:], dpi=150, metadata=dated)
+            aside.replace(path)
     return paths
 
 
-def _pyplot() -> Any:
+def _figure(width_ratios: tuple[int, int]) -> tuple[Any, Any]:
+    """A figure of two panels, which belongs to no window."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need Matplotlib: pip install 'mixdepth[study]'") from error
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "mixdepth"  # the same file each time
-    from matplotlib import pyplot
-
-    return pyplot
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    return figure, figure.subplots(1, 2, width_ratios=width_ratios)

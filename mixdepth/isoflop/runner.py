@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from mixdepth.config import check_integer
@@ -19,44 +20,58 @@ from mixdepth.files import write_json
 from mixdepth.isoflop.study import FAILED, LOG, Cell, Study
 from mixdepth.run import METRICS, writing
 from mixdepth.settings import TrainConfig
+from mixdepth.trainer import DIVERGED
 from mixdepth.training import corpus_of, train
 
 ENGINES = ("local", "ray")
 SECONDS_BETWEEN_LOOKS = 1.0
+STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""How a process ends that was stopped by hand: nothing has failed."""
 
 Start = Callable[[Cell], Any]
 """Begins a cell, and gives what to wait for."""
-Wait = Callable[[list[Any]], list[Any]]
+Look = Callable[[list[Any]], list[Any]]
 """Waits a while; gives those that are done."""
 
 
 def default_workers() -> int:
     """One cell for each core; one in all where there is an accelerator, which a cell has for itself."""
-    return 1 if torch.accelerator.is_available() else max(1, len(os.sched_getaffinity(0)))
+    if torch.accelerator.is_available():
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(folder: str | Path, *, workers: int | None = None, engine: str = "local", cell: str | None = None) -> Study:
     """Run what is not finished of a study; the same call goes on where it was stopped.
 
-    Cells run side by side, as many as `workers` (default: one for each core). `engine="ray"` gives them to a Ray
-    cluster, whose machines all see the folder. `cell` runs that one alone, in this process: for schedulers of one's
-    own. Why a cell failed is written beside it, and the others go on.
+    Cells run side by side, as many as `workers` (default: one for each core, with one thread unless OMP_NUM_THREADS
+    says otherwise). `engine="ray"` gives them to a Ray cluster, whose machines all see the folder. `cell` runs that one
+    alone, in this process: for schedulers of one's own. Why a cell failed is written beside it, and the others go on.
     """
     study = Study.read(folder)
-    if cell is not None:
-        chosen = study.find(cell)
-        train(study.run_of(chosen).folder, TrainConfig.from_dict(chosen.settings))
-        return study
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    workers = default_workers() if workers is None else workers
-    check_integer("workers", workers, minimum=1)
-    left = [cell for cell in study.cells if not study.is_finished(cell)]
-    left.sort(key=lambda cell: (cell.budget, cell.seed))  # a whole curve of one seed says more than half of three
-    if left:
-        _check_corpus(study, left[0])
-        with (_local if engine == "local" else _ray)(study, workers) as (start, look):
-            _run_all(study, left, workers, start, look)
+    if workers is not None:
+        check_integer("workers", workers, minimum=1)
+    if cell is not None:
+        chosen = study.find(cell)
+        _check_corpus(study, chosen)
+        train(study.run_of(chosen).folder, TrainConfig.from_dict(chosen.settings))
+        return study
+    lock = FileLock(study.folder / ".running.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"another process is running the study in {str(folder)!r}: wait for it, or stop it") from error
+    try:
+        left = [cell for cell in study.cells if not study.is_settled(cell)]
+        left.sort(key=lambda cell: (cell.budget, cell.seed))  # a whole curve of one seed says more than half of three
+        if left:
+            _check_corpus(study, left[0])
+            with (_local if engine == "local" else _ray)(study, workers) as (number, start, look):
+                _run_all(study, left, number, start, look)
+    finally:
+        lock.release()
     return study
 
 
@@ -69,11 +84,11 @@ def _check_corpus(study: Study, cell: Cell) -> None:
         )
 
 
-def _run_all(study: Study, cells: list[Cell], workers: int, start: Start, look: Wait) -> None:
+def _run_all(study: Study, cells: list[Cell], workers: int, start: Start, look: Look) -> None:
     """Keep `workers` cells under way until all are done. The bar counts FLOPs."""
     waiting, running = list(reversed(cells)), dict[Any, Cell]()
     total, done, num_failed = sum(cell.flops for cell in study.cells), 0, 0
-    finished = sum(cell.flops for cell in study.cells) - sum(cell.flops for cell in cells)
+    finished = total - sum(cell.flops for cell in cells)
     with tqdm(total=total, initial=finished, unit="FLOPs", unit_scale=True, desc="study", smoothing=0.02) as bar:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -82,19 +97,14 @@ def _run_all(study: Study, cells: list[Cell], workers: int, start: Start, look: 
             for task in look(list(running)):
                 cell = running.pop(task)
                 done += 1
-                finished += cell.flops
                 reason = study.failure(cell)
-                if reason is not None:
+                if reason is None:
+                    finished += cell.flops
+                else:
                     num_failed += 1
                     tqdm.write(f"mixdepth: cell {cell.name} failed: {reason}", file=sys.stderr)
             bar.n = finished + sum(_progress(study, cell) for cell in running.values())
             bar.set_postfix_str(f"{done} of {len(cells)} runs" + (f", {num_failed} failed" if num_failed else ""))
-    if num_failed:
-        tqdm.write(
-            f"mixdepth: {num_failed} of {len(cells)} cells failed, each says why in its .{FAILED} and .{LOG}; run "
-            "again to try them again",
-            file=sys.stderr,
-        )
 
 
 def _progress(study: Study, cell: Cell) -> int:
@@ -108,20 +118,25 @@ def _progress(study: Study, cell: Cell) -> int:
         return 0  # it has not begun
 
 
-def attempt(folder: str, name: str, threads: int | None = None) -> None:
-    """Run a cell in a process of its own; if it fails, write down why."""
+def attempt(folder: str, name: str, processes: "set[subprocess.Popen[bytes]] | None" = None) -> None:
+    """Run a cell in a process of its own, which is in `processes` meanwhile; if it fails, write down why."""
     study = Study.read(folder)
     cell = study.find(name)
     log, failed = study.beside(cell, LOG), study.beside(cell, FAILED)
-    environment = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         failed.unlink(missing_ok=True)
-        with open(log, "wb") as output:
+        with open(log, "ab") as output:
             command = [sys.executable, "-m", "mixdepth", "isoflop", "run", folder, "--cell", name]
-            code = subprocess.run(command, stdout=output, stderr=output, env=environment).returncode
-        if code and code not in (130, -signal.SIGINT):  # stopped by hand: nothing has failed
-            write_json(failed, {"reason": _reason(log, code), "code": code})
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            processes = set() if processes is None else processes
+            processes.add(process)
+            code = process.wait()
+            processes.discard(process)
+        if code and code not in STOPPED:
+            reason = _reason(log, code)
+            write_json(failed, {"reason": reason, "code": code, "diverged": DIVERGED in reason})
 
 
 def _reason(log: Path, code: int) -> str:
@@ -133,27 +148,49 @@ def _reason(log: Path, code: int) -> str:
 
 
 @contextmanager
-def _local(study: Study, workers: int) -> Iterator[tuple[Start, Wait]]:
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+def _local(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]:
+    workers = workers or default_workers()
     pool = ThreadPoolExecutor(workers)
+    processes: set[subprocess.Popen[bytes]] = set()
 
     def start(cell: Cell) -> "Future[None]":
-        return pool.submit(attempt, str(study.folder), cell.name, threads)
+        return pool.submit(attempt, str(study.folder), cell.name, processes)
 
     def look(tasks: list[Any]) -> list[Any]:
         done = wait(tasks, timeout=SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED).done
         for task in done:
-            task.result()  # what went wrong with the study itself
+            task.result()  # what went wrong with the study itself, as a full disk
         return list(done)
 
     try:
-        yield start, look
+        with _stopped_by_terminate():
+            yield workers, start, look
     finally:
+        for process in list(processes):  # whoever was stopped alone stops them too; they keep their checkpoints
+            process.send_signal(signal.SIGINT)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
-def _ray(study: Study, workers: int) -> Iterator[tuple[Start, Wait]]:
+def _stopped_by_terminate() -> Iterator[None]:
+    """Within this context the signal of `kill` is Ctrl-C."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # signals belong to the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _ray(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]:
     try:
         import ray
     except ImportError as error:
@@ -161,18 +198,30 @@ def _ray(study: Study, workers: int) -> Iterator[tuple[Start, Wait]]:
     began = not ray.is_initialized()
     if began:
         ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS or of this machine, or a new one
-    task = ray.remote(num_cpus=1, num_gpus=int(torch.accelerator.is_available()))(attempt)
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    task = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), max_retries=0)(attempt)
+    begun: dict[Any, Cell] = {}
+
+    def start(cell: Cell) -> Any:
+        reference = task.remote(str(study.folder.absolute()), cell.name)
+        begun[reference] = cell
+        return reference
+
+    def look(tasks: list[Any]) -> list[Any]:
+        done, _ = ray.wait(tasks, timeout=SECONDS_BETWEEN_LOOKS)
+        for reference in done:
+            try:
+                ray.get(reference)
+            except ray.exceptions.RayError as error:  # a machine was lost
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                write_json(study.beside(begun[reference], FAILED), {"reason": reason, "code": None, "diverged": False})
+        return list(done)
+
     try:
-        yield (
-            lambda cell: task.remote(str(study.folder.absolute()), cell.name, 1),
-            lambda tasks: _ray_done(ray, tasks),
-        )
+        yield workers or gpus or int(resources.get("CPU", 1)), start, look
     finally:
+        for reference in begun:
+            ray.cancel(reference)  # of what is done nothing is undone
         if began:
             ray.shutdown()
-
-
-def _ray_done(ray: Any, tasks: list[Any]) -> list[Any]:
-    done, _ = ray.wait(tasks, timeout=SECONDS_BETWEEN_LOOKS)
-    ray.get(done)
-    return list(done)

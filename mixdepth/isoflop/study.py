@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mixdepth.files import read_json, write_json
-from mixdepth.run import Run
+from mixdepth.run import SETTINGS, Run
 
 STUDY, CELLS, TEST = "study.json", "cells", "test.json"
 FAILED, LOG = "failed.json", "log"
@@ -106,13 +106,24 @@ class Study(NamedTuple):
     def is_finished(self, cell: Cell) -> bool:
         return self.run_of(cell).result is not None
 
+    def is_settled(self, cell: Cell) -> bool:
+        """Whether it is finished, or has diverged, as it would again."""
+        path = self.beside(cell, FAILED)
+        return self.is_finished(cell) or (path.exists() and bool(read_json(path).get("diverged")))
+
     def failure(self, cell: Cell) -> str | None:
         """Why a cell that is not finished failed last, or why a finished one does not count."""
-        result = self.run_of(cell).result
-        if result is not None:
-            return None if math.isfinite(result["validation_loss"]) else "it diverged: its loss is not a number"
-        path = self.beside(cell, FAILED)
-        return str(read_json(path)["reason"]) if path.exists() else None
+        run = self.run_of(cell)
+        result = run.result
+        if result is None:
+            path = self.beside(cell, FAILED)
+            return str(read_json(path)["reason"]) if path.exists() else None
+        losses = [result.get("validation_loss"), result.get("validation_lookahead_loss", 0.0)]
+        if not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+            return "it diverged: its loss is not a number"
+        if (run.folder / SETTINGS).exists() and run.about["corpus_digest"] != self.corpus_digest:
+            return "it was trained on another text than the study's"
+        return None
 
     def beside(self, cell: Cell, ending: str) -> Path:
         """A file of the study's about a cell, beside the run's own folder."""

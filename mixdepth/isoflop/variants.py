@@ -35,18 +35,22 @@ def parse_variant(text: str) -> Variant:
     >>> parse_variant("random:capacity=0.5").depth.scheme
     'random'
     """
-    kind, *words = text.strip().split(":")
-    schemes = get_args(Scheme)
+    kind, *words = text.split(":")
+    schemes = [scheme for scheme in get_args(Scheme) if scheme != "early_exit"]  # it has a capacity for each layer
     if kind not in (DENSE, MOD, *schemes):
         raise ValueError(f"there is no variant {kind!r}: give one of {', '.join((DENSE, MOD, *schemes))}")
     of_routing = {field.name for field in fields(DepthConfig)} - {"scheme", "seed", "layers"}
     routing: dict[str, Any] = {} if kind in (DENSE, MOD) else {"scheme": kind}
     training: dict[str, Any] = {}
+    given: set[str] = set()
     aspect = ASPECTS["dense" if kind == DENSE else "routed"]
     for word in words:
         name, is_given, value = word.partition("=")
         if not is_given:
             raise ValueError(f"{word!r} in variant {text!r} is no setting: write name=value")
+        if name in given:
+            raise ValueError(f"variant {text!r} sets {name!r} twice")
+        given.add(name)
         if name == "aspect":
             aspect = _positive(value, text)
         elif name in OF_TRAINING:
@@ -56,9 +60,16 @@ def parse_variant(text: str) -> Variant:
         else:
             known = sorted({*OF_TRAINING, "aspect"} | (of_routing if kind != DENSE else set()))
             raise ValueError(f"variant {text!r} cannot have {name!r}; the settings are {', '.join(known)}")
-    depth = None if kind == DENSE else DepthConfig(**routing)
-    TrainConfig.from_dict({"steps": 10**9, **training, "depth": depth})  # refuses what makes no sense
-    return Variant(text.strip(), depth, training, aspect)
+    try:
+        depth = None if kind == DENSE else DepthConfig(**routing)
+        TrainConfig.from_dict({"steps": 10**9, **training, "depth": depth})
+    except ValueError as error:
+        raise ValueError(f"variant {text!r} makes no sense: {error}") from error
+    if depth is not None and depth.first is not None and depth.first >= depth.every:
+        raise ValueError(
+            f"variant {text!r} must begin within its first every={depth.every} layers, not at {depth.first}"
+        )
+    return Variant(text, depth, training, aspect)
 
 
 def _positive(value: str, text: str) -> float:

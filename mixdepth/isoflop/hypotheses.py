@@ -1,0 +1,75 @@
+"""What a study can show, written down before it is run."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import NamedTuple
+
+from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth.isoflop.study import Hypothesis, Study, short
+from mixdepth.isoflop.variants import DENSE, Variant, parse_variant
+
+LOSS_GOAL, EQUAL = 0.015, 0.003
+"""The gain over the dense model that we aim at, and what we call equal, as shares of the loss."""
+
+
+class Claim(NamedTuple):
+    """A hypothesis that can be made at any budget."""
+
+    kind: str
+    variant: str
+    against: str
+    margin: float
+    is_primary: bool
+    words: str
+
+
+def hypotheses(study: Study) -> list[Hypothesis]:
+    """Those that are written down, and what further the study's cells can test. What is thought of when cells of the
+    budget are finished is exploratory."""
+    found = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
+    for budget in dict.fromkeys(cell.budget for cell in study.cells):
+        cells = [cell for cell in study.cells if cell.budget == budget]
+        finished = sum(study.is_finished(cell) for cell in cells)
+        for kind, variant, against, margin, is_primary, words in _claims(list(dict.fromkeys(c.variant for c in cells))):
+            name = f"{short(budget)}: {variant} {kind} {against}"
+            family = "primary" if is_primary and not finished else "exploratory"
+            claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished)
+            found.setdefault(name, claim)
+    return list(found.values())
+
+
+def _claims(names: list[str]) -> Iterator[Claim]:
+    """The first learned variant against the dense model, and learned against random routing, are the primary ones."""
+    routed = [variant for variant in map(parse_variant, names) if variant.depth is not None]
+    learned = [variant for variant in routed if variant.depth is not None and variant.depth.scheme != "random"]
+    for variant in learned:
+        mine, is_first = variant.name, variant is learned[0]
+        if DENSE in names:
+            words = f"the best {mine} has another loss than the best dense model; goal: {LOSS_GOAL:.1%} below"
+            yield Claim("differs", mine, DENSE, LOSS_GOAL, is_first, words)
+            words = f"the best {mine} has more parameters than the best dense model"
+            yield Claim("larger", mine, DENSE, 0.0, is_first, words)
+        if variant.depth is not None and variant.depth.scheme in LOOKS_AHEAD:
+            words = f"causal routing costs {mine} less than {EQUAL:.1%} of its loss, or gains less"
+            yield Claim("equivalent", mine, mine, EQUAL, is_first, words)
+    for one, other in itertools.permutations(routed, 2):
+        setting = _differing(one, other)
+        if setting == "scheme" and other.depth is not None and other.depth.scheme == "random":
+            words = f"learned routing ({one.name}) has a lower loss than random routing ({other.name})"
+            yield Claim("less", one.name, other.name, 0.0, True, words)
+        elif setting == "every" and one.every > other.every:
+            words = f"routing every {one.every} layers ({one.name}) has a lower loss than every {other.every}"
+            yield Claim("less", one.name, other.name, 0.0, False, words)
+        elif setting not in (None, "scheme", "every") and routed.index(one) > routed.index(other):
+            yield Claim("differs", one.name, other.name, 0.0, False, f"{one.name} has another loss than {other.name}")
+
+
+def _differing(one: Variant, other: Variant) -> str | None:
+    """The one setting of the routing in which two variants differ; None if there is not exactly one."""
+    if one.depth is None or other.depth is None or (one.training, one.aspect) != (other.training, other.aspect):
+        return None
+    names = [f.name for f in fields(DepthConfig) if getattr(one.depth, f.name) != getattr(other.depth, f.name)]
+    if set(names) == {"scheme", "causal"}:  # random routing needs no causal rule
+        return "scheme"
+    return names[0] if len(names) == 1 else None
