@@ -105,7 +105,10 @@ class TrainConfig:
     """Gradients are scaled down to this norm; 0 leaves them."""
 
     router_learning_rate: float = 1.0
-    """Learning rate of routers and predictors, as a multiple of the model's."""
+    """Learning rate of routers, as a multiple of the model's; a predictor has the model's."""
+
+    routed_learning_rate: float = 1.0
+    """Learning rate of the other weights of routed layers, as a multiple of the model's: they see fewer tokens."""
 
     capacity_steps: int = 0
     """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; 0 starts at the target."""
@@ -155,7 +158,7 @@ class TrainConfig:
         for name in ("learning_rate", "flops", "tokens"):
             if getattr(self, name) is not None:
                 self._check_number(name, positive=True)
-        for name in ("router_learning_rate", "beta2", "validation"):
+        for name in ("router_learning_rate", "routed_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
         for name in ("weight_decay", "max_grad_norm", "warmup", "test"):
             self._check_number(name, positive=False)

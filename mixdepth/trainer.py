@@ -33,6 +33,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from mixdepth.evaluation import evaluate
 from mixdepth.hf import RoutedCausalLM, UpdateRouters, set_capacity
 from mixdepth.hf.architectures import decoder_layers
+from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.routing import ROUTER_NAME
 from mixdepth.run import MARKER, METRICS, PREFIX, TIMINGS, Run, step_of, writing
 from mixdepth.schedule import Schedule
@@ -59,6 +60,7 @@ class DepthTrainer(Trainer):
         run: Run,
         schedule: Schedule,
         router_learning_rate: float = 1.0,
+        routed_learning_rate: float = 1.0,
         shard: bool = False,
         peak: float | None = None,
         **kwargs: Any,
@@ -69,7 +71,8 @@ class DepthTrainer(Trainer):
         super().__init__(model, args, callbacks=callbacks, **kwargs)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.run, self.schedule, self.router_learning_rate, self.peak = run, schedule, router_learning_rate, peak
+        self.run, self.schedule, self.peak = run, schedule, peak
+        self.router_learning_rate, self.routed_learning_rate = router_learning_rate, routed_learning_rate
         self.vocab_size = model.config.vocab_size
         self.sums: dict[str, Any] = {}
         self.clock = Clock()
@@ -129,22 +132,26 @@ class DepthTrainer(Trainer):
         return 0
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """AdamW with three groups: matrices that decay, vectors that do not, and routers."""
+        """AdamW: matrices decay, vectors and routers do not; routers and routed layers have their own rates."""
         if self.optimizer is None:
             decaying = set(self.get_decay_parameter_names(self.model))
-            groups: dict[str, list[Any]] = {"matrices": [], "vectors": [], "routers": []}
+            routed = [layer for layer in decoder_layers(self.model) if isinstance(layer, RoutedLayer)]
+            in_routed = {id(parameter) for layer in routed for parameter in layer.parameters()}
+            groups: dict[tuple[float, float], list[Any]] = {}
             for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    kind = "routers" if ROUTER_NAME in name else "matrices" if name in decaying else "vectors"
-                    groups[kind].append(parameter)
+                if not parameter.requires_grad:
+                    continue
+                decay, rate = self.args.weight_decay if name in decaying else 0.0, 1.0
+                if ROUTER_NAME in name:  # a predictor has its own loss, and follows the router
+                    decay, rate = 0.0, 1.0 if "predictor" in name else self.router_learning_rate
+                elif id(parameter) in in_routed:
+                    rate = self.routed_learning_rate
+                groups.setdefault((decay, rate), []).append(parameter)
             optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            rate = {"lr": options["lr"] * self.router_learning_rate}
-            decay = {"matrices": self.args.weight_decay}
             self.optimizer = optimizer(
                 [
-                    {"params": parameters, "weight_decay": decay.get(kind, 0.0), **(rate if kind == "routers" else {})}
-                    for kind, parameters in groups.items()
-                    if parameters
+                    {"params": parameters, "weight_decay": decay, "lr": options["lr"] * rate}
+                    for (decay, rate), parameters in groups.items()
                 ],
                 **options,
             )

@@ -100,6 +100,7 @@ def _train(
         run=run,
         schedule=schedule,
         router_learning_rate=config.router_learning_rate,
+        routed_learning_rate=config.routed_learning_rate,
         shard=config.engine == "fsdp" and state.num_processes > 1,
         peak=matmul_peak(state.device, torch.bfloat16 if config.bf16 else torch.float32) * state.num_processes,
         train_dataset=windows,

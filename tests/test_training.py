@@ -163,7 +163,7 @@ def test_dense_and_routed_models_of_a_seed_start_with_the_same_weights():
         assert "depth_router" in name or torch.equal(tensor, dense[name])
 
 
-def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_path, monkeypatch):
+def test_routers_do_not_decay_and_routed_layers_have_learning_rates_of_their_own(corpus, tmp_path, monkeypatch):
     groups = {}
     create = DepthTrainer.create_optimizer
 
@@ -175,13 +175,16 @@ def test_routers_do_not_decay_and_have_a_learning_rate_of_their_own(corpus, tmp_
         return optimizer
 
     monkeypatch.setattr(DepthTrainer, "create_optimizer", watch)
-    settings = {**TINY, "corpus": corpus, "steps": 2, "router_learning_rate": 3.0, "weight_decay": 0.5}
+    settings = {**TINY, "corpus": corpus, "steps": 2, "router_learning_rate": 3.0, "routed_learning_rate": 0.5}
+    settings |= {"weight_decay": 0.5}
     run = mixdepth.train(tmp_path / "run", **settings, depth=mixdepth.DepthConfig(capacity=0.25))
     expected = {}
     for name, parameter in make_model(run.settings, 256).named_parameters():
         is_router = "depth_router" in name
-        expected[name] = (0.0 if is_router or parameter.ndim < 2 else 0.5, 4e-3 * (3.0 if is_router else 1.0))
+        rate = (1.0 if "predictor" in name else 3.0) if is_router else 0.5 if ".layers.1." in name else 1.0
+        expected[name] = (0.0 if is_router or parameter.ndim < 2 else 0.5, 4e-3 * rate)
     assert groups == expected
+    assert {rate for _, rate in groups.values()} == {4e-3, 2e-3, 1.2e-2}
 
 
 def test_micro_batches_change_nothing_but_the_order_of_sums(corpus, tmp_path):

@@ -140,9 +140,9 @@ def _check_common(old: Study, common: TrainConfig) -> None:
     for cell in old.cells[:1]:
         for name, value in common.to_dict().items():
             own = name in NOT_COMMON or name in OF_TRAINING or name == "log_every"
-            if not own and cell.settings.get(name) != value:
+            if not own and cell.settings.get(name, value) != value:
                 raise ValueError(
-                    f"the study in {str(old.folder)!r} has {name}={cell.settings.get(name)!r}, not {value!r}: choose "
+                    f"the study in {str(old.folder)!r} has {name}={cell.settings[name]!r}, not {value!r}: choose "
                     "another --out"
                 )
 
@@ -195,9 +195,9 @@ def _added(old: list[Cell], new: list[Cell]) -> list[Cell]:
         if before is cell:
             added.append(cell)
         for name, value in cell.settings.items():
-            if before.settings.get(name) != value:
+            if before.settings.get(name, value) != value:  # an older version may not know it
                 raise ValueError(
-                    f"cell {cell.name!r} is planned already with {name}={before.settings.get(name)!r}, not {value!r}: "
+                    f"cell {cell.name!r} is planned already with {name}={before.settings[name]!r}, not {value!r}: "
                     "choose another --out"
                 )
     return added

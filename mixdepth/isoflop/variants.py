@@ -10,7 +10,7 @@ DENSE, MOD = "dense", "mod"
 ASPECTS = {"dense": 32.0, "routed": 16.0}
 """Width per layer: 64 x 2 for a dense model, 64 x 4 for a routed one. See LOG.md, section 5."""
 OF_TRAINING = (
-    *("learning_rate", "router_learning_rate", "warmup", "weight_decay", "beta2"),
+    *("learning_rate", "router_learning_rate", "routed_learning_rate", "warmup", "weight_decay", "beta2"),
     *("max_grad_norm", "batch_size", "capacity_steps", "num_experts", "experts_per_token"),
 )
 """Settings of the run that a variant may have for itself; the others are the same for all."""
