@@ -20,6 +20,8 @@ RESULTS = Path(__file__).with_suffix(".jsonl")
 COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "width": 64, "save_every": 10**9, "log_every": 100}
 DEFAULTS = {"flops": 3e12, "batch_size": 4, "learning_rate": 8e-3, "warmup": 0.1, "seed": 0, "eval_windows": 2048}
 LONG = {"flops": 1e13, "compile": True}
+FINE = {"warmup": 0.3, "eval_windows": 4096}
+SLOWER = {"routed_learning_rate": 0.35, "router_learning_rate": 0.35}
 DENSE = {"depth": None}
 CELLS = [
     # learning rate and batch at 1e13
@@ -40,6 +42,11 @@ CELLS = [
     *({"warmup": 0.3, "learning_rate": 1.6e-2, **other} for other in ({}, {"depth": {"gate": "one"}})),
     *({**kind, "warmup": 0.3, "learning_rate": 1.6e-2, "beta2": 0.99} for kind in (DENSE, {})),
     {"warmup": 0.3, "learning_rate": 1.6e-2, "max_grad_norm": 0},
+    # routed layers and routers at a lower rate than the rest, at 1e13
+    *({**LONG, **FINE, "routed_learning_rate": rate, "router_learning_rate": rate} for rate in (0.35, 0.2)),
+    *({**LONG, **FINE, **SLOWER, "depth": {"causal": "threshold", **gate}} for gate in ({}, {"gate": "tanh"})),
+    {**LONG, **FINE, **SLOWER, "depth": {"causal": "threshold"}, "width": 80, "learning_rate": 6.4e-3},
+    {**LONG, **FINE, **SLOWER, "depth": {"scheme": "token_choice"}},
 ]
 
 
@@ -70,7 +77,7 @@ def table() -> None:
             continue
         depth = cell.get("depth", {})
         model = "dense" if depth is None else " ".join(["routed", *(f"{k} {v}" for k, v in depth.items())])
-        names = ("layers", "router_learning_rate", "max_grad_norm", "beta2")
+        names = ("layers", "width", "router_learning_rate", "routed_learning_rate", "max_grad_norm", "beta2")
         other = " ".join(f"{name} {cell[name]}" for name in names if name in cell)
         shown = [all_settings[name] for name in ("flops", "batch_size", "learning_rate", "warmup")]
         losses = [result["validation_loss"], result.get("validation_lookahead_loss")]
