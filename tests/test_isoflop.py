@@ -187,23 +187,29 @@ def test_finished_cells_are_never_done_again(study):
 
 def test_a_failed_cell_says_why_and_the_others_go_on(tmp_path, corpus):
     folder = tmp_path / "study"
-    found = plan(folder, corpus)
-    in_the_way = folder / "cells" / found.cells[0].name / "letter.txt"
+    found = plan(folder, corpus, variants=["dense", "mod", "dense:learning_rate=1e30:max_grad_norm=0"])
+    blocked, good, diverged = found.cells
+    in_the_way = folder / "cells" / blocked.name / "letter.txt"
     in_the_way.parent.mkdir(parents=True)
     in_the_way.write_text("mine")
-    ran = call("isoflop", "run", str(folder), "--workers", "1")
+    ran = call("isoflop", "run", str(folder), "--workers", "2")
     assert ran.returncode == 2
-    assert "1 of 2 cells failed; each says why" in ran.stderr.splitlines()[-1]
-    assert "holds 'letter.txt' and no run.json" in Study.read(folder).failure(found.cells[0])
-    assert "1 of 2 runs are finished" in ran.stdout
-    fitted = isoflop.fit(folder)
-    assert [entry["cell"] for entry in fitted.left_out] == [found.cells[0].name]
+    assert "1 of 3 runs are finished" in ran.stdout
+    assert "1 of 3 cells failed; each says why" in ran.stderr.splitlines()[-1]  # the third would diverge again
+    assert "holds 'letter.txt' and no run.json" in found.failure(blocked)
+    assert "has diverged" in found.failure(diverged)
+    assert found.failure(good) is None
+    assert [entry["cell"] for entry in isoflop.fit(folder).left_out] == [blocked.name, diverged.name]
     with pytest.raises(ValueError, match="1 cells are not finished: the test text is opened once"):
         isoflop.fit(folder, split="test")
     assert in_the_way.read_text() == "mine"
     in_the_way.unlink()
-    isoflop.run(folder, cell=found.cells[0].name)
-    assert Study.read(folder).failure(found.cells[0]) is None
+    logs = [found.beside(cell, "log").stat().st_size for cell in found.cells]
+    isoflop.run(folder)
+    assert found.failure(blocked) is None
+    grown = [found.beside(cell, "log").stat().st_size > size for cell, size in zip(found.cells, logs, strict=True)]
+    assert grown == [True, False, False]
+    assert [entry["cell"] for entry in isoflop.fit(folder, split="test").left_out] == [diverged.name]
 
 
 def test_a_process_that_was_killed_is_named(tmp_path):
@@ -443,17 +449,6 @@ def test_a_run_on_another_text_does_not_count(study, tmp_path):
 def test_a_study_is_run_by_one_process_at_a_time(study):
     with FileLock(study / ".running.lock"), pytest.raises(ValueError, match="another process is running the study in"):
         isoflop.run(study)
-
-
-def test_what_diverged_is_not_tried_again_and_does_not_keep_the_test_text_closed(tmp_path, corpus):
-    folder = tmp_path / "study"
-    found = plan(folder, corpus, variants=["dense", "dense:learning_rate=1e30:max_grad_norm=0"])
-    assert call("isoflop", "run", str(folder)).returncode == 0
-    assert "has diverged" in found.failure(found.cells[1])
-    log = found.beside(found.cells[1], "log").read_text()
-    assert call("isoflop", "run", str(folder)).returncode == 0
-    assert found.beside(found.cells[1], "log").read_text() == log
-    assert [entry["cell"] for entry in isoflop.fit(folder, split="test").left_out] == [found.cells[1].name]
 
 
 def test_what_diverged_is_left_out_and_said(tmp_path):
