@@ -12,6 +12,7 @@ from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import Loaded, load
 from mixdepth.sources import absolute
+from mixdepth.table import columns
 from mixdepth.training import corpus_of
 
 
@@ -94,12 +95,10 @@ class Comparison(NamedTuple):
         rows.append(["realised capacity", *capacities])
         rows.append(["F1 against top-k", *(" ".join(f"{layer.f1:.2f}" for layer in e.layers.values()) for e in found)])
         rows.append(["windows", *(f"{len(e.rows):,}" for e in found)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
         notes = [entry.note for entry in self.entries if entry.note]
         if len({entry.text for entry in self.entries}) > 1:
             notes.append("not on the same windows: text, split, tokens or context differ, so losses do not compare")
-        return "\n".join([*lines, *notes])
+        return "\n".join([columns(rows, left=(0,)), *notes])
 
 
 def evaluate_runs(

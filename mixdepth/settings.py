@@ -90,7 +90,7 @@ class TrainConfig:
     """Windows in one pass of one process; fewer need less memory. None is all of a process's share."""
 
     learning_rate: float | None = None
-    """Peak of the learning rate. None is the rule in docs/train.md: by width, tuned for dense and routed alike."""
+    """Peak of the learning rate. None is the rule in docs/train.md, by width and depth, one for all."""
 
     warmup: float = 0.3
     """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 where the budget ends."""

@@ -26,6 +26,7 @@ ORDER = [
     "statistics",
     "settings",
     "files",
+    "table",
     "tokens",
     "sources",
     "data",

@@ -25,12 +25,12 @@ from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.isoflop.hypotheses import hypotheses
 from mixdepth.isoflop.study import STUDY, Cell, Study, short
-from mixdepth.isoflop.table import columns
-from mixdepth.isoflop.variants import OF_TRAINING, Variant, parse_variant
+from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.router import update_routers
 from mixdepth.run import writing
-from mixdepth.settings import NOT_COMMON, STUDY_DEFAULTS, TrainConfig
+from mixdepth.settings import MAY_DIFFER, NOT_COMMON, STUDY_DEFAULTS, TrainConfig
 from mixdepth.sources import absolute
+from mixdepth.table import columns
 from mixdepth.training import check_windows, corpus_of, default_learning_rate, make_model
 
 CENTRE = 4.5e5
@@ -137,10 +137,10 @@ def _check_text(corpus: Corpus, common: TrainConfig) -> None:
 
 def _check_common(old: Study, common: TrainConfig) -> None:
     """Losses compare only between cells that share text, context and schedule."""
-    for cell in old.cells[:1]:
+    for cell in old.cells:
+        may_differ = (*NOT_COMMON, *MAY_DIFFER, *parse_variant(cell.variant).training, "learning_rate", "log_every")
         for name, value in common.to_dict().items():
-            own = name in NOT_COMMON or name in OF_TRAINING or name == "log_every"
-            if not own and cell.settings.get(name, value) != value:
+            if name not in may_differ and cell.settings.get(name, value) != value:
                 raise ValueError(
                     f"the study in {str(old.folder)!r} has {name}={cell.settings[name]!r}, not {value!r}: choose "
                     "another --out"

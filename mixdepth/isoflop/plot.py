@@ -125,7 +125,8 @@ def _save(figure: Any, study: Study, name: str) -> list[Path]:
     from matplotlib import rc_context
 
     paths = [study.folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    with rc_context({"svg.hashsalt": "mixdepth"}), writing(study.folder):  # the same file each time
+    same_each_time = {"svg.hashsalt": "mixdepth", "svg.fonttype": "none"}  # and words stay words
+    with rc_context(same_each_time), writing(study.folder):
         for path in paths:
             aside = path.with_name(f".{path.name}")
             dated = {"Date": None} if path.suffix == ".svg" else None

@@ -74,7 +74,7 @@ class Study(NamedTuple):
     folder: Path
     corpus_digest: str
     plans: list[dict[str, Any]]
-    """What each call of `plan` was asked for, and on what it measured."""
+    """What each call of `plan` was asked for."""
     cells: list[Cell]
     hypotheses: list[Hypothesis]
 
