@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from mixdepth import DepthConfig, TrainConfig, count_flops, isoflop, train
 from mixdepth.isoflop import Cell, Hypothesis, Study
-from mixdepth.isoflop.fit import lowest
+from mixdepth.isoflop.curves import lowest
 from mixdepth.isoflop.plan import ladder
 from mixdepth.isoflop.runner import _reason
 from mixdepth.isoflop.variants import parse_variant
