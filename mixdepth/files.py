@@ -11,10 +11,14 @@ def as_json(value: Any) -> str:
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, as_json(value))
+
+
+def write_text(path: str | Path, text: str) -> None:
     """Write aside, then rename: whoever reads the file reads all of it."""
     aside = Path(f"{path}.part")
     with open(aside, "w") as file:
-        file.write(as_json(value))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

@@ -21,7 +21,7 @@ from mixdepth.config import DepthConfig
 from mixdepth.hf import RoutedCausalLM, route
 from mixdepth.hf.architectures import SUPPORTED, decoder_layers, expert_block
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
-from mixdepth.router import Chooser
+from mixdepth.router import Chooser, active
 from mixdepth.routing import slots
 from mixdepth.shape import model_config
 
@@ -90,9 +90,10 @@ def count_flops(model: Any, num_tokens: int) -> FlopCount:
     for layer in decoder_layers(model):
         capacity, router = 1.0, 0
         if isinstance(layer, RoutedLayer):
-            if layer.depth_router is not None:
-                last_capacity = layer.depth_router.capacity
-                router = 2 * num_tokens * _weights(layer.depth_router)
+            chooser = active(layer.depth_router)
+            if chooser is not None:
+                last_capacity = chooser.capacity
+                router = 2 * num_tokens * _weights(chooser)
             capacity = last_capacity
         layers.append(_layer_flops(layer, config, num_tokens, slots(capacity, num_tokens), router))
     return FlopCount(tuple(layers), 2 * num_tokens * _weights(model.get_output_embeddings()))
@@ -126,9 +127,10 @@ def _expert_flops(layer: Any, num_tokens: int) -> int:
     num_experts: int = block.experts.num_experts
     num_all = block.gate.weight.shape[0]
     pairs: int = num_tokens * block.gate.top_k * num_experts // num_all
-    if isinstance(block, RoutedExperts) and block.depth_router.capacity is not None:
-        limit = num_experts * slots(block.depth_router.capacity, num_tokens)
-        pairs = limit if block.depth_router.experts_choose else min(pairs, limit)
+    chooser = active(block.depth_router) if isinstance(block, RoutedExperts) else None
+    if chooser is not None and chooser.capacity is not None:
+        limit = num_experts * slots(chooser.capacity, num_tokens)
+        pairs = limit if chooser.experts_choose else min(pairs, limit)
     one_expert: int = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3) // num_experts
     gate: int = block.gate.weight.numel()
     return 2 * num_tokens * gate + 2 * pairs * one_expert
@@ -145,7 +147,9 @@ def _weights(module: nn.Module | None) -> int:
     """How many weights of linear maps there are, without routers: the multiply-adds for one token."""
     if module is None:
         return 0
-    weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, Conv1D)))
+    weights: int = sum(m.weight.numel() for m in module.modules() if isinstance(m, Conv1D))
+    # by its features, since a quantised weight is packed
+    weights += sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
     if isinstance(module, Chooser):
         return weights
     return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))

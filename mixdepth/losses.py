@@ -59,3 +59,11 @@ def capacity_loss(routes: Sequence[Route], capacities: Sequence[float]) -> Tenso
         loss = share * probability * (1 - capacity) + (1 - share) * (1 - probability) * capacity
         losses.append(loss / (capacity * (1 - capacity) or 1))  # at capacity 1 all are chosen, and it is 0
     return torch.stack(losses).mean()
+
+
+def divergence(logits: Tensor, foretold: Tensor, labels: Tensor) -> Tensor:
+    """The Kullback-Leibler divergence from what a teacher foretold, summed over the tokens that have a label:
+    logits (B, T, V) of both, for labels (B, T)."""
+    student, teacher = (x[:, :-1].float().log_softmax(-1) for x in (logits, foretold))
+    losses = (teacher.exp() * (teacher - student)).sum(-1)  # (B, T - 1)
+    return (losses * (labels[:, 1:] != -100)).sum()

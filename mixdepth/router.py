@@ -102,6 +102,7 @@ class Router(Chooser):
         self.gate = config.gate
         self.causal = config.causal
         self.init_std = config.init_std
+        self.router_input = config.router_input
         self.noise_keys = (config.seed, layer)
         self.projection = nn.Linear(width, 1, bias=False, dtype=router_dtype())
         # What no loss can reach must not wait for a gradient: distributed training would, for ever.
@@ -189,7 +190,9 @@ class Router(Chooser):
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return _linear(x.to(dtype), self.projection)[..., 0]
+            x = x.to(dtype)
+            scores = _linear(x, self.projection)[..., 0]
+            return scores if self.router_input == "stream" else scores * _inverse_size(x)
 
     def noise(self, real: Tensor, positions: Tensor | None, with_step: bool) -> Tensor:
         """The scores (B, T) of `random`, new in each training step and the same in all evaluation."""
@@ -233,7 +236,7 @@ class Predictor(nn.Module):
         x = x.detach().to(dtype)
         # As if the stream were normalised, since its scale grows over layers and training by orders of
         # magnitude; scaling the few hidden units instead spares a copy of the stream.
-        scale = x.shape[-1] ** 0.5 / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-6)  # (B, T, 1)
+        scale = _inverse_size(x)[..., None]  # (B, T, 1)
         with torch.autocast(x.device.type, enabled=False):
             h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
             if self.down is not None:
@@ -242,8 +245,19 @@ class Predictor(nn.Module):
         return logits
 
 
+def _inverse_size(x: Tensor) -> Tensor:
+    """(B, T): one over the root mean square of each token of the stream x (B, T, D)."""
+    inverse: Tensor = x.shape[-1] ** 0.5 / torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-6)
+    return inverse
+
+
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """The layer in the dtype of x, even if the weights were cast to a lower one with the model's."""
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            "an adapter was put into a router, where it has no effect: leave depth_router out of target_modules and "
+            "name it in modules_to_save, or use mixdepth.lora_config(model)"
+        )
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
@@ -309,9 +323,21 @@ def update_routers(model: nn.Module) -> None:
         flat = flat[observed.numel() :]
 
 
+def active(router: Any) -> Any:
+    """The router itself: peft's `modules_to_save` trains a copy and keeps the original beside it."""
+    if not hasattr(router, "modules_to_save"):
+        return router
+    in_use = [] if router.disable_adapters else [name for name in router.active_adapters if name in router._adapters]
+    return router.modules_to_save[in_use[0]] if in_use else router.original_module
+
+
 def choosers(model: nn.Module) -> list[Chooser]:
     """All modules of the model that choose tokens."""
-    found = [module for module in model.modules() if isinstance(module, Chooser)]
+    idle: set[nn.Module] = set()
+    for wrapper in model.modules():
+        if hasattr(wrapper, "modules_to_save") and hasattr(wrapper, "original_module"):
+            idle |= {wrapper.original_module, *wrapper.modules_to_save.values()} - {active(wrapper)}  # type: ignore[operator]
+    found = [module for module in model.modules() if isinstance(module, Chooser) and module not in idle]
     if not found:
         raise ValueError(f"{type(model).__name__} has no routers: it is not routed")
     return found

@@ -1,7 +1,8 @@
 """The course of a run: how many steps, each at which capacity and for how many FLOPs."""
 
+import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mixdepth.flops import count_flops
@@ -22,16 +23,23 @@ class Schedule(NamedTuple):
     capacity: float | None  # None: dense, or a capacity for each layer, which stays
     capacity_steps: int
     window_flops: Mapping[float | None, int]  # of a forward pass, by capacity
+    start: float = 1.0  # the capacity that it falls from
+    teacher_flops: int = 0  # of a forward pass of the model that is learned from
 
     def capacity_at(self, step: int) -> float | None:
         """The capacity of a step, counted from 0."""
         if self.capacity is None or step >= self.capacity_steps:
             return self.capacity
-        return 1 - (1 - self.capacity) * (step * CAPACITY_LEVELS // self.capacity_steps) / CAPACITY_LEVELS
+        return self.level(step * CAPACITY_LEVELS // self.capacity_steps)
+
+    def level(self, number: int) -> float:
+        """The capacity after that many of its 16 parts have fallen."""
+        assert self.capacity is not None
+        return self.start - (self.start - self.capacity) * number / CAPACITY_LEVELS
 
     def flops_at(self, step: int) -> int:
-        """Training FLOPs of a step: three forward passes for each window."""
-        return 3 * self.batch_size * self.window_flops[self.capacity_at(step)]
+        """Training FLOPs of a step: three forward passes for each window, and the teacher's."""
+        return self.batch_size * (3 * self.window_flops[self.capacity_at(step)] + self.teacher_flops)
 
     def flops_until(self, step: int) -> int:
         """Training FLOPs of all steps before this one."""
@@ -50,45 +58,56 @@ class Schedule(NamedTuple):
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)))
 
 
-def plan(model: Any, config: TrainConfig) -> Schedule:
-    """The longest run within the budget."""
+def plan(model: Any, config: TrainConfig, start: float = 1.0, teacher: Any = None) -> Schedule:
+    """The longest run within the budget, of a model whose capacity falls from `start`."""
     depth = config.depth
     capacity = depth.capacity if depth is not None and isinstance(depth.capacity, float) else None
-    unlimited = Schedule(
-        0, 0, config.batch_size, config.batch_size * config.context, capacity, config.capacity_steps, {}
-    )
-    levels = {unlimited.capacity_at(step) for step in range(config.capacity_steps)} | {capacity}
-    flops = {}
-    for level in levels:
-        if config.capacity_steps and level is not None:
-            set_capacity(model, level)
+    falls = bool(config.capacity_steps) and capacity is not None and capacity != start
+    schedule = Schedule(0, 0, config.batch_size, config.batch_size * config.context, capacity, 0, {}, start)
+    flops: dict[float | None, int] = {}
+    for level in {*map(schedule.level, range(CAPACITY_LEVELS))} if falls else ():
+        set_capacity(model, level)
         flops[level] = count_flops(model, config.context).total
-    if config.capacity_steps and capacity is not None:
+    if falls:
+        assert capacity is not None
         set_capacity(model, capacity)
-    schedule = unlimited._replace(window_flops=flops)
-    steps = _steps(schedule, config)
-    if config.capacity_steps >= steps:
-        raise ValueError(f"capacity_steps must be below the {steps} steps of the run, not {config.capacity_steps}")
-    return schedule._replace(steps=steps, warmup_steps=round(config.warmup * steps))
+    flops[capacity] = count_flops(model, config.context).total
+    teacher_flops = 0 if teacher is None else count_flops(teacher, config.context).total
+    schedule = schedule._replace(window_flops=flops, teacher_flops=teacher_flops)
+
+    def of(steps: int) -> Schedule:
+        given = config.capacity_steps if falls else 0
+        falling = int(given) if given >= 1 else round(given * steps)
+        warmup_steps = round(config.warmup * steps)
+        return schedule._replace(steps=steps, warmup_steps=warmup_steps, capacity_steps=falling)
+
+    found = of(_steps(of, config))
+    if found.capacity_steps >= found.steps:
+        raise ValueError(
+            f"capacity_steps must be below the {found.steps} steps of the run, not {config.capacity_steps}"
+        )
+    return found
 
 
-def _steps(schedule: Schedule, config: TrainConfig) -> int:
+def _steps(of: Callable[[int], Schedule], config: TrainConfig) -> int:
     if config.steps is not None:
         return config.steps
     if config.tokens is not None:
-        steps, name, least = int(config.tokens // schedule.tokens_per_step), "tokens", schedule.tokens_per_step
+        budget, name = config.tokens, "tokens"
     else:
         assert config.flops is not None
-        left, steps = config.flops, 0
-        name, least = "flops", schedule.flops_at(0)
-        while steps < config.capacity_steps and left >= schedule.flops_at(steps):
-            left -= schedule.flops_at(steps)
-            steps += 1
-        if steps == config.capacity_steps:
-            steps += int(left // schedule.flops_at(steps))
+        budget, name = config.flops, "flops"
+
+    def spent(steps: int) -> int:
+        return steps * of(steps).tokens_per_step if name == "tokens" else of(steps).flops
+
+    most = 1
+    while spent(most) <= budget:
+        most *= 2
+    steps = bisect.bisect(range(most), budget, key=spent) - 1
     if steps < 1:
         raise ValueError(
-            f"{name}={getattr(config, name):g} is too small for one step, which takes {least:.3g}: raise it, or lower "
-            "batch_size"
+            f"{name}={getattr(config, name):g} is too small for one step, which takes {spent(1):.3g}: raise it, or "
+            "lower batch_size"
         )
     return steps

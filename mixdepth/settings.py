@@ -8,13 +8,18 @@ from typing import Any, Literal, get_args
 from mixdepth.config import DepthConfig, check_integer, is_number
 
 Engine = Literal["ddp", "fsdp"]
+Method = Literal["full", "lora", "router"]
 
 MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size")
 """Settings of how a run is computed, not of what: a run may be resumed with others."""
 
 PLANNED = ("layers", "width", "shape", "depth", "flops", "tokens", "steps", "seed")
 """Settings that `mixdepth isoflop plan` finds for each run of a study."""
-NOT_COMMON = (*PLANNED, "capacity_steps")
+OF_PRETRAINED = ("model", "method", "lora_rank", "distill")
+"""Settings that have a meaning for pretrained models alone."""
+OF_FRESH = ("layers", "width", "shape", "num_experts", "experts_per_token", "tokenizer")
+"""Settings that a pretrained model brings along."""
+NOT_COMMON = (*PLANNED, *OF_PRETRAINED, "capacity_steps")
 """Settings that the runs of a study cannot share: dense models have no capacity to fall."""
 STUDY_DEFAULTS: dict[str, Any] = {
     "corpus": "python",
@@ -24,6 +29,19 @@ STUDY_DEFAULTS: dict[str, Any] = {
     "eval_windows": 4096,
 }
 """Where the runs of a study differ from a run by itself: much text, and over 1 MB of it to evaluate on."""
+
+CONVERT_DEFAULTS: dict[str, Any] = {"capacity": 0.5, "gate": "unit", "router_input": "normed"}
+"""Where routing a pretrained model differs from routing a fresh one."""
+TUNE_DEFAULTS: dict[str, Any] = {
+    "context": 512,
+    "warmup": 0.1,
+    "capacity_steps": 0.5,
+    "router_learning_rate": 10.0,
+    "predictor_learning_rate": 10.0,
+    "eval_windows": 64,
+}
+"""Where tuning a pretrained model differs from training a fresh one: its weights are near where they should be, its
+routers are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +71,21 @@ class TrainConfig:
 
     context: int = 256
     """Tokens in a window, over which a routed layer takes its top k."""
+
+    model: str | None = None
+    """Start from this pretrained model, routed or not: a folder, a name of the hub, or `smollm2`. Its tokenizer comes
+    with it. None is a fresh model of `layers` and `width`."""
+
+    method: Method = "full"
+    """What is trained of a pretrained model: all weights, low-rank adapters beside the routers (`lora`, by peft), or
+    routers and predictors alone (`router`)."""
+
+    lora_rank: int = 16
+    """Rank of the adapters."""
+
+    distill: float = 0.0
+    """Share of the loss that is the divergence from what the pretrained model itself foretells; the rest is the
+    text's. Its passes count as FLOPs."""
 
     layers: int = 8
     """How many decoder layers."""
@@ -105,13 +138,17 @@ class TrainConfig:
     """Gradients are scaled down to this norm; 0 leaves them."""
 
     router_learning_rate: float = 1.0
-    """Learning rate of routers, as a multiple of the model's; a predictor has the model's."""
+    """Learning rate of routers, as a multiple of the model's."""
+
+    predictor_learning_rate: float = 1.0
+    """Learning rate of predictors, as a multiple of the model's."""
 
     routed_learning_rate: float = 1.0
     """Learning rate of the other weights of routed layers, as a multiple of the model's: they see fewer tokens."""
 
-    capacity_steps: int = 0
-    """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; 0 starts at the target."""
+    capacity_steps: float = 0
+    """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; below 1 it is a share of
+    all steps; 0 starts at the target."""
 
     seed: int = 0
     """Of weights and of the order of the windows."""
@@ -144,13 +181,17 @@ class TrainConfig:
     """Trackers of transformers, such as `tensorboard`; metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "layers", "width", "batch_size", "log_every", "experts_per_token"):
+        for name in ("context", "layers", "width", "batch_size", "log_every", "experts_per_token", "lora_rank"):
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        for name in ("num_experts", "capacity_steps", "seed"):
+        for name in ("num_experts", "seed"):
             check_integer(name, getattr(self, name), minimum=0)
+        self._check_number("capacity_steps", positive=False)
+        if self.capacity_steps >= 1 and self.capacity_steps != int(self.capacity_steps):
+            raise ValueError(f"capacity_steps must be a whole number, or a share below 1, not {self.capacity_steps}")
+        self._check_pretrained()
         if self.context < 2:
             raise ValueError(f"context must be at least 2, not {self.context}: the first token of a window is given")
         if self.seed >= 2**32:
@@ -158,7 +199,7 @@ class TrainConfig:
         for name in ("learning_rate", "flops", "tokens"):
             if getattr(self, name) is not None:
                 self._check_number(name, positive=True)
-        for name in ("router_learning_rate", "routed_learning_rate", "beta2", "validation"):
+        for name in ("router_learning_rate", "predictor_learning_rate", "routed_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
         for name in ("weight_decay", "max_grad_norm", "warmup", "test"):
             self._check_number(name, positive=False)
@@ -175,8 +216,9 @@ class TrainConfig:
             raise ValueError(f"give one budget of flops, tokens and steps, not {' and '.join(budgets) or 'none'}")
         if not isinstance(self.depth, DepthConfig | None):
             raise ValueError(f"depth must be a DepthConfig, or None for a dense model, not {self.depth!r}")
-        for name in ("corpus", "tokenizer"):
-            object.__setattr__(self, name, str(getattr(self, name)))  # a Path too
+        for name in ("corpus", "tokenizer", "model"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)))  # a Path too
         trackers = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to or ())
         object.__setattr__(self, "report_to", tuple(name for name in trackers if name != "none"))
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
@@ -187,6 +229,22 @@ class TrainConfig:
             raise ValueError("capacity_steps has no meaning for a dense model: leave it out")
         if self.capacity_steps and self.depth is not None and not isinstance(self.depth.capacity, float | int):
             raise ValueError("capacity_steps needs one capacity for all layers, not a list")
+
+    def _check_pretrained(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
+        self._check_number("distill", positive=False)
+        if self.distill > 1:
+            raise ValueError(f"distill must be a share of at most 1, not {self.distill}")
+        if self.model is None and (self.method != "full" or self.distill):
+            given = f"method={self.method!r}" if self.method != "full" else f"distill={self.distill}"
+            raise ValueError(f"{given} needs a pretrained model: give one by model")
+        if self.method == "router" and self.depth is None:
+            raise ValueError("method='router' trains routers, and a dense model has none: leave it out")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if self.model is not None and setting.name in OF_FRESH and value != setting.default:
+                raise ValueError(f"a pretrained model has its own {setting.name}: leave out {setting.name}={value!r}")
 
     def _check_number(self, name: str, positive: bool) -> None:
         value = getattr(self, name)

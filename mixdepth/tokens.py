@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from mixdepth import smollm2
+
 END = "\x00"
 """The end of a document. Text has no NUL: a file with one is refused as binary."""
 
@@ -19,12 +21,17 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Any:
     if kind == "bpe":
         return train_bpe(texts, bpe_size(name, size))
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return load_tokenizer(name)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"tokenizer {name!r} is neither 'bytes' nor 'bpe:SIZE' nor a Hugging Face tokenizer ({reason})"
         ) from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder, of a name of the hub, or of `smollm2`."""
+    return smollm2.tokenizer() if smollm2.is_meant(name) else AutoTokenizer.from_pretrained(name)
 
 
 def byte_tokenizer() -> Any:

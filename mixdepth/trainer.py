@@ -35,11 +35,12 @@ from mixdepth.hf import RoutedCausalLM, UpdateRouters, set_capacity
 from mixdepth.hf.architectures import decoder_layers
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.routing import ROUTER_NAME
+from mixdepth.losses import divergence
 from mixdepth.run import MARKER, METRICS, PREFIX, TIMINGS, Run, step_of, writing
 from mixdepth.schedule import Schedule
 from mixdepth.statistics import describe, routing_counts
 
-LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss")
+LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss", "distill_loss")
 STATE_FOLDER = "state"
 
 DIVERGED = "the run has diverged"
@@ -60,7 +61,10 @@ class DepthTrainer(Trainer):
         run: Run,
         schedule: Schedule,
         router_learning_rate: float = 1.0,
+        predictor_learning_rate: float = 1.0,
         routed_learning_rate: float = 1.0,
+        teacher: Any = None,
+        distill: float = 0.0,
         shard: bool = False,
         peak: float | None = None,
         **kwargs: Any,
@@ -72,7 +76,10 @@ class DepthTrainer(Trainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.run, self.schedule, self.peak = run, schedule, peak
-        self.router_learning_rate, self.routed_learning_rate = router_learning_rate, routed_learning_rate
+        self.router_learning_rate, self.predictor_learning_rate = router_learning_rate, predictor_learning_rate
+        self.routed_learning_rate = routed_learning_rate
+        self.teacher = None if teacher is None else teacher.to(self.args.device)
+        self.distill = distill
         self.vocab_size = model.config.vocab_size
         self.sums: dict[str, Any] = {}
         self.clock = Clock()
@@ -104,9 +111,16 @@ class DepthTrainer(Trainer):
         # A micro-batch's part of the mean over the whole batch: the model's losses are normalised so already.
         share = (inputs["labels"][..., 1:] != -100).sum() / kwargs["num_items_in_batch"]
         parts = {name: share * value for name, value in self._routing_losses(out).items() if value is not None}
-        parts["loss"] = loss / self.accelerator.num_processes  # by which the Trainer has multiplied it
-        if is_routed:
-            parts["lm_loss"] = out.lm_loss
+        num_processes = self.accelerator.num_processes  # by which the Trainer has multiplied the loss
+        lm_loss = out.lm_loss if is_routed else loss / num_processes
+        if self.teacher is not None:
+            with torch.no_grad():
+                foretold = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+            parts["distill_loss"] = divergence(out.logits, foretold, inputs["labels"]) / kwargs["num_items_in_batch"]
+            loss = loss + self.distill * num_processes * (parts["distill_loss"] - lm_loss)
+        parts["loss"] = loss / num_processes
+        if is_routed or self.teacher is not None:
+            parts["lm_loss"] = lm_loss
         if is_routed and out.routes:
             routers = self.model.depth_routers
             parts["counts"] = routing_counts(out.routes, routers, inputs["input_ids"], self.vocab_size)
@@ -142,8 +156,9 @@ class DepthTrainer(Trainer):
                 if not parameter.requires_grad:
                     continue
                 decay, rate = self.args.weight_decay if name in decaying else 0.0, 1.0
-                if ROUTER_NAME in name:  # a predictor has its own loss, and follows the router
-                    decay, rate = 0.0, 1.0 if "predictor" in name else self.router_learning_rate
+                if ROUTER_NAME in name:
+                    decay = 0.0
+                    rate = self.predictor_learning_rate if "predictor" in name else self.router_learning_rate
                 elif id(parameter) in in_routed:
                     rate = self.routed_learning_rate
                 groups.setdefault((decay, rate), []).append(parameter)

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 import mixdepth
+from mixdepth.card import write_card
 from mixdepth.data import Corpus, collate, load_corpus
 from mixdepth.files import write_json
 from mixdepth.flops import find_shape
 from mixdepth.hf import route
+from mixdepth.pretrained import Start, start_from
 from mixdepth.run import RESULT, Run, step_of, writing
 from mixdepth.schedule import CAPACITY_LEVELS, Schedule, plan
 from mixdepth.settings import TrainConfig
@@ -30,6 +32,8 @@ from mixdepth.sources import absolute
 from mixdepth.trainer import DepthTrainer
 
 PEAK_SIZE = 1024
+ADAPTER = "adapter"
+TUNING_RATES = {"full": 1e-4, "lora": 3e-4, "router": 1e-3}
 
 
 def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -> Run:
@@ -50,15 +54,14 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     corpus = read()
     config = with_shape(config, len(corpus.tokenizer))
     check_windows(corpus, config)
-    model = make_model(config, len(corpus.tokenizer))
-    model.generation_config.eos_token_id = model.generation_config.pad_token_id = corpus.tokenizer.eos_token_id
-    schedule = plan(model, config)
+    start = make_start(config, corpus.tokenizer)
+    schedule = plan(start.model, config, start.capacity, start.teacher)
     rate = config.learning_rate or default_learning_rate(config)
     trainer_arguments = arguments(run, config, schedule, rate, state.num_processes)
     about = {
         "settings": config.to_dict(),
         "corpus_digest": corpus.digest,
-        "parameters": model.num_parameters(),
+        "parameters": start.model.num_parameters(),
         "steps": schedule.steps,
         "flops": schedule.flops,
         "learning_rate": rate,
@@ -67,14 +70,15 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     with ExitStack() as stack:
         main_first(state, lambda: stack.enter_context(run.open(about)))
         if run.result is None:
-            _train(run, config, corpus, model, schedule, trainer_arguments, state)
+            _train(run, config, corpus, start, schedule, trainer_arguments, state)
         state.wait_for_everyone()
     return run
 
 
 def _train(
-    run: Run, config: TrainConfig, corpus: Corpus, model: Any, schedule: Schedule, args: Any, state: PartialState
+    run: Run, config: TrainConfig, corpus: Corpus, start: Start, schedule: Schedule, args: Any, state: PartialState
 ) -> None:
+    model = start.model
     windows = corpus.train.windows(config.context).whole_batches(config.batch_size)
 
     def begin() -> Path | None:
@@ -100,7 +104,10 @@ def _train(
         run=run,
         schedule=schedule,
         router_learning_rate=config.router_learning_rate,
+        predictor_learning_rate=config.predictor_learning_rate,
         routed_learning_rate=config.routed_learning_rate,
+        teacher=start.teacher,
+        distill=config.distill,
         shard=config.engine == "fsdp" and state.num_processes > 1,
         peak=matmul_peak(state.device, torch.bfloat16 if config.bf16 else torch.float32) * state.num_processes,
         train_dataset=windows,
@@ -111,20 +118,34 @@ def _train(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     else:  # all that is missing is the end
         trainer.restore(checkpoint)
+    if start.adapter is not None:
+        if state.is_main_process:
+            with writing(run.folder):
+                start.adapter.save_pretrained(run.folder / ADAPTER)
+        start.adapter.merge_and_unload()
     found = trainer.evaluate()
     trainer.save_model(str(run.folder))
     if state.is_main_process:
         bits = corpus.validation.bits_per_nat * found["validation_loss"]
         spent = {"tokens": schedule.steps * schedule.tokens_per_step, "flops": schedule.flops}
+        result = {**found, "validation_bits_per_byte": bits, **spent}
         with writing(run.folder):
-            write_json(run.folder / RESULT, {**found, "validation_bits_per_byte": bits, **spent})
+            write_card(run.folder, model, config.model, _about(config), result)
+            write_json(run.folder / RESULT, result)
+
+
+def _about(config: TrainConfig) -> dict[str, Any]:
+    """What a model card tells of a run, beside what it came to."""
+    names = ("method", "distill") if config.model is not None else ()
+    text = Path(config.corpus).name
+    return {"text": text, "context": config.context, **{name: getattr(config, name) for name in names}}
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
     """The text that these settings name."""
     return load_corpus(
         config.corpus,
-        config.tokenizer,
+        config.tokenizer if config.model is None else config.model,
         text_field=config.text_field,
         validation=config.validation,
         test=config.test,
@@ -162,6 +183,15 @@ def with_shape(config: TrainConfig, vocab_size: int) -> TrainConfig:
     return replace(config, layers=layers, width=width, shape=None)
 
 
+def make_start(config: TrainConfig, tokenizer: Any) -> Start:
+    """A fresh model, or a pretrained one."""
+    if config.model is not None:
+        return start_from(config)
+    model = make_model(config, len(tokenizer))
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
+    return Start(model)
+
+
 def make_model(config: TrainConfig, vocab_size: int) -> Any:
     """A fresh model; the weights of a dense and a routed model of one seed are the same."""
     torch.manual_seed(config.seed)
@@ -183,7 +213,10 @@ def check_windows(corpus: Corpus, config: TrainConfig) -> None:
 
 
 def default_learning_rate(config: TrainConfig) -> float:
-    """8e-3 for two layers of width 64, less for wider and for deeper models: LOG.md, section 5."""
+    """8e-3 for two layers of width 64, less for wider and for deeper models: LOG.md, section 5. Of a pretrained model
+    by what is trained."""
+    if config.model is not None:
+        return TUNING_RATES[config.method]
     return 8e-3 * (64 / config.width) * math.sqrt(2 / config.layers)
 
 

@@ -89,8 +89,8 @@ def test_settings_survive_json():
 
 
 def test_settings_of_a_newer_version_or_unknown_are_refused():
-    with pytest.raises(ValueError, match="format version 3, this mixdepth reads up to 2: install a newer"):
-        DepthConfig.from_dict({"version": 3})
+    with pytest.raises(ValueError, match="format version 4, this mixdepth reads up to 3: install a newer"):
+        DepthConfig.from_dict({"version": 4})
     with pytest.raises(ValueError, match="unknown routing setting 'depths'=3"):
         DepthConfig.from_dict({"version": 1, "depths": 3})
     for version in (None, 0, True, "1"):

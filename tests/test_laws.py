@@ -339,6 +339,23 @@ def test_8_the_cache_holds_exactly_what_was_processed(architecture, variant):
 
 
 @every_case
+def test_1_unroute_gives_the_plain_model_back(architecture, variant):
+    plain = dense(architecture)
+    model = routed(plain, torch.float32, **ALL_VARIANTS[variant])
+    back = mixdepth.unroute(model)
+    assert type(back) is type(plain)
+    assert back.config.to_dict() == plain.config.to_dict()
+    assert list(back.state_dict()) == list(plain.state_dict())
+    assert [type(module) for module in back.modules()] == [type(module) for module in plain.modules()]
+    assert (back._no_split_modules, back._keep_in_fp32_modules_strict) == (
+        plain._no_split_modules,
+        plain._keep_in_fp32_modules_strict,
+    )
+    ids = token_ids()
+    assert torch.equal(back(ids).logits, plain(ids).logits)
+
+
+@every_case
 def test_9_a_saved_model_comes_back_to_the_bit_under_the_dense_models_key_names(architecture, variant, tmp_path):
     model = routed(architecture, torch.float32, **ALL_VARIANTS[variant])
     model.save_pretrained(tmp_path)

@@ -4,15 +4,16 @@ import copy
 from dataclasses import fields, replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.hf.architectures import SUPPORTED, check_settings, check_supported, decoder_layers
 from mixdepth.hf.cache import RoutedCacheLayer
-from mixdepth.hf.model import RoutedCausalLM, RoutedCausalLMOutput, routed_classes
-from mixdepth.hf.routing import keep_settings, route_layers
+from mixdepth.hf.model import PREFIX, RoutedCausalLM, RoutedCausalLMOutput, routed_classes
+from mixdepth.hf.routing import keep_settings, route_layers, unroute_layers
 from mixdepth.hf.trainer import UpdateRouters
-from mixdepth.router import Chooser
+from mixdepth.router import Chooser, Router
 
 __all__ = [
     "RoutedCacheLayer",
@@ -22,6 +23,7 @@ __all__ = [
     "route",
     "set_capacity",
     "supported_architectures",
+    "unroute",
 ]
 
 
@@ -49,7 +51,31 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     check_settings(model, config)
     config_class, model_class = routed_classes(model.config.model_type)
 
-    # The user's config object may build other models: route a copy, and hand it to every module.
+    _become(model, config_class, model_class)
+    model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
+    route_layers(model, config)
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            if isinstance(module, Chooser):
+                module.to(next(layer.parameters()).device)
+    return model
+
+
+def unroute(model: RoutedCausalLM) -> PreTrainedModel:
+    """Give the plain model back, in place: its weights as they are, without routers and their gates."""
+    if not isinstance(model, RoutedCausalLM):
+        raise ValueError(f"{type(model).__name__} is not routed: there is nothing to take out")
+    plain: Any = model
+    config_class = CONFIG_MAPPING[model.config.model_type.removeprefix(PREFIX)]
+    unroute_layers(plain)
+    _become(plain, config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+    del plain.config.depth
+    return plain
+
+
+def _become(model: PreTrainedModel, config_class: Any, model_class: Any) -> None:
+    """Change the model's class and its config's. The user's config object may build other models: every module gets
+    a copy of it."""
     old, new = model.config, copy.deepcopy(model.config)
     new.__class__ = config_class
     new.architectures = [model_class.__name__]
@@ -58,13 +84,6 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
             if value is old:
                 setattr(module, name, new)
     model.__class__ = model_class
-    model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
-    route_layers(model, config)
-    for layer in decoder_layers(model):
-        for module in layer.modules():
-            if isinstance(module, Chooser):
-                module.to(next(layer.parameters()).device)
-    return model
 
 
 def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[float, ...]) -> None:
@@ -77,9 +96,11 @@ def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[fl
     if not model.depth_routers:
         raise ValueError("no layer of the model is routed, its experts alone: set expert_capacity when routing it")
     config = replace(model.depth_config, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
-    capacities = config.routed_layers(len(decoder_layers(model))).values()
-    for router, value in zip(model.depth_routers, capacities, strict=True):
-        router.capacity = value
+    layers: Any = decoder_layers(model)
+    for index, value in config.routed_layers(len(layers)).items():
+        for router in layers[index].depth_router.modules():  # peft's copies too
+            if isinstance(router, Router):
+                router.capacity = value
     keep_settings(model, config)
 
 

@@ -14,7 +14,7 @@ from mixdepth.config import GateOn, Target
 from mixdepth.experts import ExpertLoad, ExpertRouter
 from mixdepth.hf.cache import CacheWrite, RoutedCacheLayer, routed_cache_layer
 from mixdepth.hf.mask import real_tokens, routed_mask
-from mixdepth.router import Router
+from mixdepth.router import Router, active
 from mixdepth.routing import Route, slots
 
 CACHE_NAMES = ("past_key_values", "layer_past")
@@ -67,7 +67,7 @@ class RoutedExperts(Mixin):
 
     def serve(self, x: Tensor, used: Tensor | None, lookahead: bool | None) -> tuple[Tensor, ExpertLoad]:
         block: Any = self
-        served: tuple[Tensor, ExpertLoad] = self.depth_router(x, block.gate, block.experts, used, lookahead)
+        served: tuple[Tensor, ExpertLoad] = active(self.depth_router)(x, block.gate, block.experts, used, lookahead)
         return served
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -145,23 +145,25 @@ class RoutedLayer(Mixin):
         return x
 
     def _own_context(self, kwargs: dict[str, Any]) -> DepthContext:
-        if self.depth_router is None or self.depth_exit is not None:
+        router: Router | None = active(self.depth_router)
+        if router is None or self.depth_exit is not None:
             raise ValueError("early exit needs the whole model: call it, not its base_model or a layer of it")
-        lookahead = self.depth_router.looks_ahead
+        lookahead = router.looks_ahead
         if not lookahead:
-            self.depth_router.check_ready()
+            router.check_ready()
         return DepthContext(lookahead, output_routes=False, positions=kwargs.get("position_ids"))
 
     def _choose(self, x: Tensor, real: Tensor | None, depth: DepthContext) -> Choice:
         before = None if self.depth_exit is None else depth.alive[self.depth_exit]
-        if self.depth_router is None:
+        router: Router | None = active(self.depth_router)
+        if router is None:
             assert before is not None
             return before
         if before is not None and before.route is None:  # nobody is left
             choice = before
         else:
-            choice = self._decide(self.depth_router, x, real, depth, None if before is None else before.chosen)
-        if self.depth_router.scheme == "early_exit":
+            choice = self._decide(router, x, real, depth, None if before is None else before.chosen)
+        if router.scheme == "early_exit":
             depth.alive[self.depth_index] = choice
         return choice
 

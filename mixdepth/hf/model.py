@@ -34,7 +34,7 @@ from mixdepth.hf.cache import unsupported_cache
 from mixdepth.hf.layer import DepthContext, RoutedExperts, RoutedLayer
 from mixdepth.hf.routing import ROUTER_NAME, route_layers
 from mixdepth.losses import RoutingLoss, routing_losses
-from mixdepth.router import Chooser, Router
+from mixdepth.router import Chooser, Router, active
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
@@ -133,7 +133,8 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         wants_logits = self._check(kwargs, lookahead)
         if lookahead:
             kwargs["use_cache"] = False
-        return_dict = kwargs.pop("return_dict", self.config.return_dict)
+        return_dict = kwargs.pop("return_dict", None)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
         context = DepthContext(lookahead, output_routes or wants_logits)
         if self.depth_config.scheme == "random":
             context.positions = _positions(kwargs)
@@ -223,13 +224,13 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     def depth_routers(self) -> list[Router]:
         """The routers, in the order of their layers."""
         layers = [layer for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
-        return [layer.depth_router for layer in layers if layer.depth_router is not None]
+        return [active(layer.depth_router) for layer in layers if layer.depth_router is not None]
 
     @property
     def depth_expert_routers(self) -> list[ExpertRouter]:
         """The routers of experts (`experts=...`), in the order of their layers."""
         blocks = [expert_block(layer) for layer in decoder_layers(self)]
-        return [block.depth_router for block in blocks if isinstance(block, RoutedExperts)]
+        return [active(block.depth_router) for block in blocks if isinstance(block, RoutedExperts)]
 
     def _choosers(self) -> list[Chooser]:
         """All routers; unlike `choosers` it walks through layers only, which every step of decoding can afford."""

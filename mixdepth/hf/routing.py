@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from mixdepth.config import DepthConfig
 from mixdepth.experts import ExpertRouter
 from mixdepth.hf.architectures import decoder_layers, expert_block
-from mixdepth.hf.layer import HalvesLayer, RoutedExperts, RoutedLayer, mixed
+from mixdepth.hf.layer import HalvesLayer, Mixin, RoutedExperts, RoutedLayer, mixed
 from mixdepth.router import Router
 
 ROUTER_NAME = "depth_router"
@@ -59,6 +59,29 @@ def route_experts(block: Any, config: DepthConfig) -> None:
         block.gate.weight = nn.Parameter(torch.cat([weight.detach(), more]))
     router = ExpertRouter(config, block.experts.num_experts, block.gate.top_k)
     block.depth_router = router.train(block.training)
+
+
+def unroute_layers(model: PreTrainedModel) -> None:
+    """The inverse of `route_layers`: layers are of their own classes again, and routers are gone."""
+    for layer in decoder_layers(model):
+        experts = expert_block(layer)
+        if isinstance(experts, RoutedExperts):
+            _forget(experts)
+            block: Any = experts
+            block.gate.weight = nn.Parameter(block.gate.weight.detach()[: block.experts.num_experts])
+            block.experts._is_expert_parallel = False
+        if isinstance(layer, Mixin):
+            model._no_split_modules.discard(type(layer).__name__)
+            _forget(layer)
+    model._keep_in_fp32_modules_strict.discard(ROUTER_NAME)
+    del model.depth_config
+
+
+def _forget(module: Mixin) -> None:
+    """Make a module of `mixed` one of its own class, without what routing has put into it."""
+    module.__class__ = type(module).made_of[-1]  # type: ignore[assignment]
+    for name in [name for name in (*vars(module), *module._modules) if name.startswith("depth_")]:
+        delattr(module, name)
 
 
 def keep_settings(model: PreTrainedModel, config: DepthConfig) -> None:

@@ -1,0 +1,117 @@
+"""`convert`: a pretrained model becomes a routed one that computes what it did before, to the bit.
+
+The folder holds it at capacity 1 with gates of 1, and conversion.json says which capacity it is to come down to:
+`mixdepth tune` leads it there.
+"""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mixdepth.card import write_card
+from mixdepth.config import DepthConfig, check_integer
+from mixdepth.data import load_corpus
+from mixdepth.files import read_json, write_json
+from mixdepth.hf import RoutedCausalLM, route, unroute
+from mixdepth.hf.architectures import decoder_layers
+from mixdepth.importance import cheapest, layer_costs
+from mixdepth.loading import load
+from mixdepth.pretrained import check_exact
+
+CONVERSION = "conversion.json"
+
+
+class Conversion(NamedTuple):
+    """A model that was converted, as conversion.json tells of it."""
+
+    original: str
+    depth: DepthConfig
+    """The routing to come down to."""
+    costs: dict[int, float] | None
+    """Nats per token that each layer's absence costs, where layers were chosen by it."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Conversion | None":
+        """What a folder's conversion.json says; None if there is none."""
+        path = Path(folder) / CONVERSION
+        if not path.exists():
+            return None
+        found = read_json(path)
+        try:
+            costs = found["costs"] and {int(index): cost for index, cost in found["costs"].items()}
+            return cls(found["original"], DepthConfig.from_dict(found["depth"]), costs)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} is damaged ({error}): convert the model again") from error
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / CONVERSION, {**self._asdict(), "depth": self.depth.to_dict()})
+
+
+def convert(
+    name: str,
+    out: str | Path,
+    depth: DepthConfig | None = None,
+    *,
+    choose: str | None = None,
+    corpus: str = "stdlib",
+    windows: int = 4,
+    context: int = 512,
+) -> Conversion | None:
+    """Route a pretrained model and save it in the new folder `out`: a folder, a name of the hub, or `smollm2`.
+
+    Without `depth` the plain model is saved, and a routed one is unrouted for it. `choose="auto"` routes as many
+    layers as `depth.every` says, but those that can best be spared, as measured by `layer_costs` on `windows`
+    windows of the corpus.
+    """
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{str(folder)!r} exists already: choose another --out")
+    if choose not in (None, "auto"):
+        raise ValueError(f"choose must be auto, or be left out, not {choose!r}")
+    for setting, value in {"windows": windows, "context": context}.items():
+        check_integer(setting, value, minimum=1)
+    loaded = load(name)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    conversion = None
+    if depth is None:
+        if choose is not None:
+            raise ValueError("a plain model has no routed layers to choose: leave out choose, or --dense")
+        model = unroute(model) if isinstance(model, RoutedCausalLM) else model
+    else:
+        check_exact(depth)
+        costs = None
+        if choose is not None:
+            text = load_corpus(corpus, name).train.windows(context).spread(windows)
+            device = next(model.parameters()).device
+            depth, costs = choose_layers(model, depth, (batch.to(device) for batch in text.batches(4)))
+        model = route(model, replace(depth, capacity=1.0, init_std=0.0))
+        conversion = Conversion(name, replace(model.depth_config, capacity=depth.capacity), costs)
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    if conversion is not None:
+        conversion.write(aside)
+    about = {} if conversion is None else {"comes down to capacity": conversion.depth.capacity}
+    write_card(aside, model, name, about, {})
+    if folder.exists():  # and is empty
+        folder.rmdir()
+    aside.rename(folder)
+    return conversion
+
+
+def choose_layers(model: Any, depth: DepthConfig, batches: Iterable[Tensor]) -> tuple[DepthConfig, dict[int, float]]:
+    """The same routing on the layers that can best be spared, and what each layer's absence costs."""
+    if depth.layers is not None:
+        raise ValueError(f"layers={list(depth.layers)} has no meaning beside choose='auto': give one of them")
+    if not isinstance(depth.capacity, float):
+        raise ValueError("choose='auto' needs one capacity for all layers, not a list")
+    number = len(depth.routed_layers(len(decoder_layers(model))))
+    with torch.no_grad():
+        costs = layer_costs(model, batches, depth.capacity, depth.target)
+    return replace(depth, layers=cheapest(costs, number), every=2, first=None), costs

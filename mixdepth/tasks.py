@@ -1,0 +1,70 @@
+"""`mixdepth eval --tasks`: benchmark tasks by lm_eval, for routed and plain models. Routing is causal."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mixdepth.loading import load
+from mixdepth.table import columns
+
+
+def evaluate_tasks(
+    names: Sequence[str], tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 16
+) -> dict[str, dict[str, dict[str, float]]]:
+    """What lm_eval finds: model -> task -> metric -> value. A task is a YAML file of lm_eval's, or one of its names,
+    whose data may need a hub."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError("tasks need the package lm_eval: pip install 'mixdepth[tasks]'") from error
+    files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"there is no task file {str(file)!r}")
+    folders = sorted({str(file.parent.resolve()) for file in files})
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
+    wanted = [_task_name(Path(task)) if Path(task) in files else task for task in tasks]
+    unknown = [task for task in wanted if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"lm_eval has no task {unknown[0]!r}: name one of its tasks, or a YAML file")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in names:
+        loaded = load(name)
+        model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size)
+        results = simple_evaluate(model, tasks=wanted, task_manager=manager, limit=limit, log_samples=False)
+        found[name] = {task: _numbers(values) for task, values in results["results"].items()}
+    return found
+
+
+def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """A line for each task and metric, a column for each model."""
+    rows = [["task", "metric", *found]]
+    first = next(iter(found.values()))
+    for task, values in first.items():
+        for metric in [metric for metric in values if not metric.endswith("_stderr")]:
+            cells = []
+            for results in found.values():
+                error = results[task].get(f"{metric}_stderr")
+                cells.append(f"{results[task][metric]:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+            rows.append([task, metric, *cells])
+    return columns(rows, left=(0, 1))
+
+
+def _task_name(file: Path) -> str:
+    """By its line `task: name`; the rest may hold tags that only lm_eval can read."""
+    found = re.search(r"""^task:\s*["']?([^\s"'#]+)""", file.read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{str(file)!r} is no task of lm_eval: it has no line 'task: NAME'")
+    return found[1]
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    """lm_eval's own names, `acc,none` and `acc_stderr,none`, without what is no number."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,52 @@
+"""`tune`: a pretrained model, converted or plain, is trained further; a converted one comes down to its capacity."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from mixdepth import smollm2
+from mixdepth.config import DepthConfig
+from mixdepth.conversion import Conversion
+from mixdepth.hf.model import PREFIX
+from mixdepth.run import Run
+from mixdepth.settings import TUNE_DEFAULTS, TrainConfig
+from mixdepth.sources import absolute
+from mixdepth.training import train
+
+
+def tune(
+    model: str | Path, out: str | Path, *, capacity: float | tuple[float, ...] | None = None, **settings: Any
+) -> Run:
+    """Tune a pretrained model in the folder `out`, or go on where an earlier call was stopped.
+
+    A model that `convert` has made comes down to the capacity that it was converted for, or to `capacity`; a plain
+    model stays as dense as it is. Settings are those of `train`, with `settings.TUNE_DEFAULTS`.
+    """
+    name = str(model)
+    if "depth" in settings:
+        raise ValueError("a model brings its routing along: convert it with other settings, or give a capacity")
+    depth = routing_of(name)
+    if capacity is not None:
+        if depth is None:
+            raise ValueError(f"capacity={capacity} has no meaning for {name!r}, which is not routed: convert it first")
+        depth = replace(depth, capacity=capacity)
+    usual = {k: v for k, v in TUNE_DEFAULTS.items() if depth is not None or k not in ("capacity_steps",)}
+    name = name if smollm2.is_meant(name) or not Path(name).exists() else absolute(name)
+    return train(out, TrainConfig.from_dict({**usual, **settings, "model": name, "depth": depth}))
+
+
+def routing_of(name: str) -> DepthConfig | None:
+    """The routing that a model has, or was converted to come down to; None for a plain one."""
+    conversion = Conversion.read(name)
+    if conversion is not None:
+        return conversion.depth
+    if smollm2.is_meant(name):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name!r} is no model's folder and no model of the hub ({reason})") from error
+    return DepthConfig.from_dict(config.depth) if config.model_type.startswith(PREFIX) else None

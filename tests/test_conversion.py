@@ -1,0 +1,200 @@
+"""Pretrained models: converted to the bit, layers chosen by what they cost, and back."""
+
+import json
+import os
+
+import pytest
+import torch
+from corpora import call, documents, write_folder
+from tiny import dense, token_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mixdepth
+from mixdepth.cli import main
+from mixdepth.conversion import Conversion
+from mixdepth.importance import cheapest
+from mixdepth.tokens import byte_tokenizer
+
+UNIT = mixdepth.DepthConfig(capacity=0.5, gate="unit", router_input="normed")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    os.environ["MIXDEPTH_CACHE"] = str(folder / "cache")
+    yield write_folder(folder / "texts", documents())
+    del os.environ["MIXDEPTH_CACHE"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder as of a pretrained model: four layers, bytes for tokens."""
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    save(dense(vocab_size=256), folder)
+    return str(folder)
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def logits(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()(token_ids()).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"causal": "threshold"},
+        {"causal": "aux_loss"},
+        {"target": "mlp"},
+        {"target": "attention"},
+        {"scheme": "token_choice"},
+        {"scheme": "random", "gate": "one"},
+        {"scheme": "early_exit", "layers": (1, 3), "capacity": (0.5, 0.25)},
+        {"capacity": (0.5, 0.25)},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "default",
+)
+def test_a_converted_model_computes_what_it_did_to_the_bit(settings, dtype, tmp_path):
+    save(dense(vocab_size=256, dtype=dtype), tmp_path / "dense")
+    depth = mixdepth.DepthConfig(**{"capacity": 0.5, "gate": "unit", "router_input": "normed", **settings})
+    conversion = mixdepth.convert(str(tmp_path / "dense"), tmp_path / "mod", depth)
+    assert conversion == Conversion.read(tmp_path / "mod")
+    assert conversion.depth.capacity == depth.capacity
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mod")
+    assert model.depth_config.capacity == 1
+    assert model.dtype == dtype
+    expected = logits(tmp_path / "dense")
+    assert torch.equal(model.eval()(token_ids()).logits, expected)
+    assert torch.equal(model.train()(token_ids()).logits, expected)
+    assert torch.equal(mixdepth.unroute(model).eval()(token_ids()).logits, expected)
+
+
+def test_the_plain_model_comes_back_from_the_command_line(pretrained, tmp_path, capsys):
+    mod, plain = str(tmp_path / "mod"), str(tmp_path / "plain")
+    assert main(["convert", pretrained, "--out", mod, "--capacity", "0.25", "--routed-layers", "1,2"]) == 0
+    assert "next: mixdepth tune" in capsys.readouterr().out
+    assert Conversion.read(mod).depth.routed_layers(4) == {1: 0.25, 2: 0.25}
+    assert main(["convert", mod, "--dense", "--out", plain]) == 0
+    assert not (tmp_path / "plain/conversion.json").exists()
+    assert type(AutoModelForCausalLM.from_pretrained(plain)).__name__ == "LlamaForCausalLM"
+    assert torch.equal(logits(plain), logits(pretrained))
+    assert AutoTokenizer.from_pretrained(plain).get_vocab() == byte_tokenizer().get_vocab()
+
+
+def test_the_layers_that_cost_least_are_chosen(pretrained, corpus, tmp_path):
+    """Layer 2 does nothing, layer 3 nearly so."""
+    model = AutoModelForCausalLM.from_pretrained(pretrained)
+    with torch.no_grad():
+        for index, scale in ((2, 0.0), (3, 0.01)):
+            model.model.layers[index].self_attn.o_proj.weight *= scale
+            model.model.layers[index].mlp.down_proj.weight *= scale
+    save(model, tmp_path / "idle")
+    options = {"choose": "auto", "corpus": corpus, "windows": 2, "context": 64}
+    found = mixdepth.convert(str(tmp_path / "idle"), tmp_path / "mod", UNIT, **options)
+    assert found.costs[2] == 0
+    assert abs(found.costs[3]) < min(abs(found.costs[0]), abs(found.costs[1]))
+    assert found.depth.layers == cheapest(found.costs, 2)
+    assert found.costs.keys() == {0, 1, 2, 3}
+    assert torch.equal(logits(tmp_path / "mod"), logits(tmp_path / "idle"))
+    assert found == Conversion.read(tmp_path / "mod")
+
+
+@pytest.mark.parametrize("target", ["block", "attention", "mlp"])
+def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least(target):
+    """By hand: the layer's output (or its half's) is put back to its input where it moved least."""
+    model = dense(dtype=torch.float64)
+    ids = token_ids(2, 16)
+    costs = mixdepth.layer_costs(model, [ids], capacity=0.25, target=target)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    before = model(ids, labels=ids).loss
+    layer = model.model.layers[3]  # after the last layer no token sees another: what is skipped is simply put back
+    part = {"block": layer, "attention": layer.self_attn, "mlp": layer.mlp}[target]
+    seen = {}
+
+    def remember(module, args, kwargs):
+        seen["x"] = args[0] if args else kwargs["hidden_states"]
+
+    def skip(module, args, kwargs, out):
+        y = out[0] if isinstance(out, tuple) else out
+        update = y - seen["x"] if target == "block" else y
+        size = update.norm(dim=-1) / seen["x"].norm(dim=-1)
+        kept = size >= size.topk(4, dim=1).values[:, -1:]
+        result = torch.where(kept[..., None], y, y - update)
+        return (result, *out[1:]) if isinstance(out, tuple) else result
+
+    layer.register_forward_pre_hook(remember, with_kwargs=True)
+    part.register_forward_hook(skip, with_kwargs=True)
+    by_hand = (model(ids, labels=ids).loss - before).item()
+    if target == "mlp":
+        assert costs[3] == pytest.approx(by_hand, abs=1e-9)
+    else:  # those that go through attend to fewer: not the same number, but the same order
+        assert costs[3] != 0
+        assert by_hand != 0
+
+
+def test_the_cheapest_are_in_order():
+    assert cheapest({0: 3.0, 1: 1.0, 2: 2.0, 3: 0.5}, 3) == (1, 2, 3)
+
+
+def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp_path):
+    mixdepth.convert(pretrained, tmp_path / "mod", UNIT)
+    card = (tmp_path / "mod/README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "mixture-of-depths" in card
+    assert "| routed layers | 1, 3 |" in card
+    assert "| comes down to capacity | 0.5 |" in card
+    assert "import mixdepth" in card
+    assert str(tmp_path) not in card
+    mixdepth.convert(pretrained, tmp_path / "plain")
+    assert "mixdepth" not in (tmp_path / "plain/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "sentence"),
+    [
+        ({"gate": "raw"}, {}, "gate='raw' changes what a pretrained model computes before it is tuned"),
+        ({"scheme": "soft", "capacity": 1.0}, {}, "scheme='soft' processes every token and makes nothing cheaper"),
+        ({"layers": (1,)}, {"choose": "auto"}, r"layers=\[1\] has no meaning beside choose='auto'"),
+        ({"capacity": (0.5, 0.25)}, {"choose": "auto"}, "needs one capacity for all layers, not a list"),
+        ({"layers": (7,)}, {}, "layers must be below the model's 4 layers, not 7"),
+        ({}, {"choose": "best"}, "choose must be auto, or be left out, not 'best'"),
+        ({}, {"choose": "auto", "windows": 0}, "windows must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(settings, options, sentence, pretrained, tmp_path):
+    depth = mixdepth.DepthConfig(**{"gate": "unit", **settings})
+    with pytest.raises(ValueError, match=sentence):
+        mixdepth.convert(pretrained, tmp_path / "mod", depth, **options)
+    assert not (tmp_path / "mod").exists()
+
+
+def test_nothing_is_overwritten_and_no_half_folder_is_left(pretrained, tmp_path):
+    (tmp_path / "mod").mkdir()
+    (tmp_path / "mod/mine.txt").write_text("mine")
+    process = call("convert", pretrained, "--out", str(tmp_path / "mod"))
+    assert process.returncode == 2
+    assert "exists already: choose another --out" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert (tmp_path / "mod/mine.txt").read_text() == "mine"
+    process = call("convert", str(tmp_path / "none"), "--out", str(tmp_path / "other"))
+    assert process.returncode == 2
+    assert "no run, no model's folder and no model of the hub" in process.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mod"]
+
+
+def test_a_damaged_conversion_is_named(pretrained, tmp_path):
+    mixdepth.convert(pretrained, tmp_path / "mod", UNIT)
+    (tmp_path / "mod/conversion.json").write_text(json.dumps({"original": "x"}))
+    with pytest.raises(ValueError, match=r"conversion.json' is damaged .*: convert the model again"):
+        mixdepth.tune(tmp_path / "mod", tmp_path / "tuned", steps=1)
+
+
+def test_a_routed_model_is_not_routed_again(pretrained, tmp_path):
+    mixdepth.convert(pretrained, tmp_path / "mod", UNIT)
+    with pytest.raises(ValueError, match="the model is routed already"):
+        mixdepth.convert(str(tmp_path / "mod"), tmp_path / "again", UNIT)
