@@ -10,6 +10,9 @@ from mixdepth.hf import RoutedCausalLM
 from mixdepth.hf.cache import unsupported_cache
 from mixdepth.loading import load
 
+OF_MANY_MODELS = ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone")
+"""Paths of transformers' server that one language model does not need."""
+
 
 def make_app(name: str, *, continuous_batching: bool = False) -> tuple[Any, str]:
     """The server's application for this model (a run, a folder, a name of the hub, `smollm2`), and the name by which
@@ -47,17 +50,26 @@ def make_app(name: str, *, continuous_batching: bool = False) -> tuple[Any, str]
         def shutdown(self) -> None:
             """It stays loaded."""
 
+    class Completions(CompletionHandler):
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            if not body.get("prompt"):
+                raise ValueError("the prompt is empty: there is nothing to continue")
+            return await super().handle_request(body, request_id)
+
+    loaded.model.generation_config.do_sample = True  # as clients expect it; temperature 0 is greedy
     manager = OneModel(force_model=public)
     state = GenerationState(continuous_batching=continuous_batching)
     app = build_server(
         manager,
         ChatCompletionHandler(manager, state),
-        completion_handler=CompletionHandler(manager, state),
+        completion_handler=Completions(manager, state),
         response_handler=ResponseHandler(manager, state),
         transcription_handler=TranscriptionHandler(manager, state),
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
     )
+
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in OF_MANY_MODELS]
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         """What a request makes impossible is the client's to mend."""

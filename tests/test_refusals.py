@@ -37,8 +37,8 @@ def refusals():
     yield torch.nn.Linear(2, 2), "Linear is not a transformers model: .* mixdepth.Routed"
     yield dense("gpt2", add_cross_attention=True), "attends to an encoder"
     quantised = dense()
-    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
-    yield quantised, "is quantised"
+    quantised.quantization_method = type("Method", (), {"value": "gptq"})
+    yield quantised, "is quantised by 'gptq'"
     flash = dense()
     flash.config._attn_implementation_internal = "flash_attention_2"
     yield flash, "attn_implementation='flash_attention_2' cannot take the masks"
@@ -112,7 +112,7 @@ def test_a_missing_router_key_is_named(folder):
         ({"causal": "aux_loss"}, "12 routing weights in .* are unexpected"),
         ({"layers": [0]}, "12 routing weights in .* are unexpected"),
         ({"causal": None}, "causal=None has no meaning for a language model"),
-        ({"version": 99}, "format version 99, this mixdepth reads up to 2"),
+        ({"version": 99}, "format version 99, this mixdepth reads up to 3"),
         ({"layers": [0, 2, 77]}, "layers must be below the model's 4 layers, not 77"),
         ({"capacity": 3}, "capacity must be a fraction"),
         ({"surprise": 1}, "unknown routing setting 'surprise'=1"),

@@ -145,8 +145,12 @@ def check_supported(model: PreTrainedModel) -> None:
     causal_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if type(model) is not causal_class:
         raise ValueError(f"{name} is not a causal language model: load the model as {causal_class.__name__}")
-    if getattr(config, "quantization_config", None) is not None or getattr(model, "is_quantized", False):
-        raise ValueError(f"{name} is quantised, which cannot be routed yet: load it without quantization_config")
+    method = getattr(getattr(model, "quantization_method", None), "value", None)
+    if method not in (None, "bitsandbytes"):
+        raise ValueError(
+            f"{name} is quantised by {method!r}, which no test covers: load it with BitsAndBytesConfig, or without "
+            "quantization_config"
+        )
     if getattr(config, "layerdrop", 0) > 0:
         raise ValueError(f"{name} drops whole layers at random (layerdrop={config.layerdrop}): set it to 0 to route")
     if any(hasattr(module, "_hf_hook") for module in model.modules()):

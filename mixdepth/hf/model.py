@@ -320,6 +320,8 @@ def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
             "_can_set_experts_implementation": model_base._can_set_experts_implementation,
             "_can_set_attn_implementation": model_base._can_set_attn_implementation,
             "argument_names": tuple(inspect.signature(model_base.forward).parameters)[1:],
+            # what quantisation leaves alone: its patterns begin where a name does
+            "_keep_in_fp32_modules": {*(model_base._keep_in_fp32_modules or ()), rf".*\.{ROUTER_NAME}"},
             "_keep_in_fp32_modules_strict": {*(model_base._keep_in_fp32_modules_strict or ()), ROUTER_NAME},
         },
     )

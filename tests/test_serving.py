@@ -1,0 +1,157 @@
+"""The server, in a process of its own, asked by the openai package."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from corpora import call, command
+from tiny import dense
+
+import mixdepth
+from mixdepth.serving import make_app
+from mixdepth.tokens import byte_tokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "small-mod"
+    model = mixdepth.route(dense(vocab_size=256), capacity=0.5, gate="unit", layers=(1, 3))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """A server on a free port of this machine; it ends with Ctrl-C, and says nothing of it."""
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = command("serve", str(folder), "--port", str(port))
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    address = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, process.stderr.read()
+        try:
+            urllib.request.urlopen(f"{address}/health")
+            break
+        except OSError:
+            time.sleep(0.1)
+    yield address
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=20)
+    assert f"serving small-mod at {address}/v1" in out
+    assert "Traceback" not in error
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+
+
+def test_it_completes_as_generate_does(client, folder):
+    (expected,) = mixdepth.generate(folder, "def f(", max_new_tokens=12, do_sample=False)
+    assert [model.id for model in client.models.list()] == ["small-mod"]
+    options = {"model": "small-mod", "prompt": "def f(", "max_tokens": 12, "temperature": 0}
+    answer = client.completions.create(**options)
+    assert answer.choices[0].text == expected.completion
+    assert answer.usage.completion_tokens == 12
+    parts = list(client.completions.create(**options, stream=True))
+    assert len(parts) > 2
+    assert "".join(part.choices[0].text for part in parts) == expected.completion
+
+
+def test_it_chats_at_once_or_as_it_comes(client, folder):
+    messages = [{"role": "user", "content": "hello"}]
+    (expected,) = mixdepth.generate(folder, "user: hello\nassistant:", max_new_tokens=10, do_sample=False)
+    options = {"model": "small-mod", "messages": messages, "max_tokens": 10, "temperature": 0}
+    answer = client.chat.completions.create(**options)
+    assert answer.choices[0].message.content == expected.completion
+    parts = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**options, stream=True)]
+    assert "".join(parts) == expected.completion
+
+
+def test_several_clients_get_each_their_own(client, folder):
+    prompts = [f"number {number}: " for number in range(6)]
+    expected = [
+        mixdepth.generate(folder, prompt, max_new_tokens=16, do_sample=False)[0].completion for prompt in prompts
+    ]
+    answers = {}
+
+    def ask(prompt):
+        options = {"model": "small-mod", "prompt": prompt, "max_tokens": 16, "temperature": 0, "stream": True}
+        answers[prompt] = "".join(part.choices[0].text for part in client.completions.create(**options))
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[prompt] for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"model": "small-mod", "prompt": 5}),
+        ("completions", {"model": "small-mod", "prompt": "x", "surprise": 1}),
+        ("completions", {"model": "another", "prompt": "x"}),
+        ("completions", {"model": "small-mod", "prompt": "x", "temperature": "warm"}),
+        ("completions", {"model": "small-mod", "prompt": "x", "temperature": -1, "max_tokens": 4}),
+        ("completions", {"model": "small-mod", "prompt": "x", "max_tokens": -5}),
+        ("completions", {"model": "small-mod", "prompt": ""}),
+        ("chat/completions", {"model": "small-mod"}),
+        ("chat/completions", {"model": "small-mod", "messages": "hello"}),
+        ("chat/completions", {"model": "small-mod", "messages": []}),
+        ("chat/completions", {"model": "small-mod", "messages": [{"content": "x"}]}),
+        ("completions", b"{not json"),
+        ("completions", b"[1, 2]"),
+    ],
+)
+def test_a_bad_request_gets_a_4xx_and_the_server_lives_on(path, body, server, client):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server}/v1/{path}", data, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=60)
+    assert 400 <= refusal.value.code < 500
+    answer = json.loads(refusal.value.read())
+    assert answer.get("error") or answer.get("detail")
+    assert client.completions.create(model="small-mod", prompt="x", max_tokens=1).choices
+
+
+def test_no_other_model_is_loaded_for_a_client(server):
+    data = json.dumps({"model": "somebody/else"}).encode()
+    request = urllib.request.Request(f"{server}/load_model", data, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(request, timeout=60)
+
+
+def test_continuous_batching_and_a_taken_port_are_refused(folder):
+    with pytest.raises(ValueError, match="continuous batching"):
+        make_app(str(folder), continuous_batching=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = call("serve", str(folder), "--port", port)
+    assert process.returncode == 2
+    assert f"cannot listen at 127.0.0.1:{port} (Address already in use): choose another" in process.stderr
+    assert "Traceback" not in process.stderr
