@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig, Gate
-from mixdepth.routing import Route, edge, first_k, gaussian, slots, top_k
+from mixdepth.routing import Route, WholeRoute, edge, first_k, gaussian, slots, top_k
 
 
 class Chooser(nn.Module):
@@ -170,12 +170,14 @@ class Router(Chooser):
                 self.observe(scores, chosen, candidates)
         return Decision(chosen, real, candidates, dropped, scores, predictor_logits)
 
-    def route(self, x: Tensor, decision: "Decision", num_slots: int) -> Route:
-        """The route of a decision about the stream x."""
+    def route(self, x: Tensor, decision: "Decision", num_slots: int, is_whole: bool = False) -> Route:
+        """The route of a decision about the stream x; `is_whole` if every token was chosen."""
         chosen, real, candidates, dropped, scores, predictor_logits = decision
         learned = self.score(x) if scores is None or self.scheme == "random" else scores
         scores = learned if scores is None else scores
         weight = weigh(learned, self.gate)
+        if is_whole:
+            return WholeRoute.of(weight, scores, predictor_logits, real, candidates)
         return Route.choose(chosen, weight, scores, predictor_logits, real, num_slots, candidates, dropped)
 
     @property
@@ -214,6 +216,10 @@ class Decision(NamedTuple):
     dropped: Tensor | None  # (B,) long: how many chose the block and found it full
     scores: Tensor | None  # (B, T): the scores, if they had a say
     predictor_logits: Tensor | None  # (B, T)
+
+    def select(self, rows: Tensor) -> "Decision":
+        """The decision about these rows alone."""
+        return Decision(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
 class Predictor(nn.Module):

@@ -101,6 +101,25 @@ class Route(NamedTuple):
         return Route(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
+class WholeRoute(Route):
+    """The route of rows of which every token is chosen, as in a step of decoding: there is nothing to gather."""
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, logits: Tensor, predictor_logits: Tensor | None, real: Tensor, candidates: Tensor
+    ) -> "WholeRoute":
+        batch_size, num_tokens = real.shape
+        index = torch.arange(num_tokens, device=real.device).expand(batch_size, -1)
+        count = torch.full((batch_size,), num_tokens, device=real.device)
+        return cls(index, weight, count, logits, predictor_logits, real, candidates, torch.zeros_like(count))
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x.expand(self.index.shape[0], *x.shape[1:])
+
+    def blend(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.lerp(x, y.to(x.dtype), self.weight[..., None].to(x.dtype))
+
+
 def top_k(scores: Tensor, k: Tensor) -> Tensor:
     """Mask (B, T) of the k (B,) highest scores of each row; among equals the earlier token wins."""
     order = scores.argsort(dim=1, descending=True, stable=True)  # (B, T): tokens from best to worst

@@ -47,16 +47,20 @@ class RoutedCacheLayer(CacheLayerMixin):
         """
         self._evict()
         starts = [self.lengths[row] for row in rows]
-        slots = torch.tensor(starts, device=columns.device)[:, None]
-        slots = slots + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
-        row_index = torch.tensor(rows, device=columns.device)[:, None]  # (R, 1)
-        empty = columns.new_zeros(len(self.lengths), 0, dtype=torch.int32)
         needed = max(starts) + columns.shape[1]
+        where: tuple[Any, Any]
+        if len(rows) == len(self.lengths) and len(set(starts)) == 1:  # a slice is copied faster
+            where = slice(None), slice(starts[0], needed)
+        else:
+            slots = torch.tensor(starts, device=columns.device)[:, None]
+            slots = slots + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
+            where = torch.tensor(rows, device=columns.device)[:, None], slots  # (R, 1), (R, K)
+        empty = columns.new_zeros(len(self.lengths), 0, dtype=torch.int32)
         self.columns = _with_room(self.columns, empty, 1, needed, _slack(needed))
-        self.columns[row_index, slots] = columns.to(torch.int32)
+        self.columns[where] = columns.to(torch.int32)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
-        return CacheWrite(self, rows, row_index, slots)
+        return CacheWrite(self, rows, where)
 
     def num_bytes(self) -> int:
         """Bytes of the stored keys and values, without the room made ahead."""
@@ -141,10 +145,10 @@ class RoutedCacheLayer(CacheLayerMixin):
 class CacheWrite:
     """What a routed layer's attention sees as its cache during one step: the rows that take part."""
 
-    def __init__(self, layer: RoutedCacheLayer, rows: list[int], row_index: Tensor, slots: Tensor) -> None:
+    def __init__(self, layer: RoutedCacheLayer, rows: list[int], where: tuple[Any, Any]) -> None:
         self.layer = layer
         self.selection = slice(None) if len(rows) == len(layer.lengths) else rows
-        self.row_index, self.slots = row_index, slots
+        self.where = where  # rows and slots, as slices or as tensors
         self.lengths = [layer.lengths[row] for row in rows]  # of keys, with the new ones
 
     def mask(self, mask: Tensor | None, route: Route, num_tokens: int) -> Tensor | None:
@@ -178,7 +182,11 @@ class CacheWrite:
         if torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad):
             buffer = buffer.clone()  # an earlier step's graph still reads it
         # Unused slots are written too: behind the row's length, where the next step overwrites them.
-        buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
+        rows, slots = self.where
+        if isinstance(slots, slice):
+            buffer[:, :, slots] = new
+        else:
+            buffer[rows, :, slots] = new.transpose(1, 2)
         return buffer
 
 

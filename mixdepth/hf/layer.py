@@ -26,8 +26,13 @@ class Choice(NamedTuple):
     """Who goes through a layer."""
 
     chosen: Tensor  # (B, T) bool
-    route: Route | None  # None if there is nobody, and nobody asked
+    route: Route | None  # of the rows with a chosen token; None if there are none
     counts: list[int] | None  # chosen tokens of each row, on the host; None under look-ahead, which never asks
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows with a chosen token."""
+        return [row for row, count in enumerate(self.counts or ()) if count]
 
 
 class DepthContext:
@@ -175,12 +180,17 @@ class RoutedLayer(Mixin):
             route = depth.routes[self.depth_index] = router.route(x, decision, slots(router.capacity, x.shape[1]))
             return Choice(decision.chosen, route, None)
         counts = decision.chosen.sum(1).tolist()  # the one read on the host
-        if not any(counts) and not depth.output_routes:
-            return Choice(decision.chosen, None, counts)
-        route = router.route(x, decision, max(counts))
+        choice = Choice(decision.chosen, None, counts)
+        rows, most = choice.rows, max(counts)
         if depth.output_routes:
-            depth.routes[self.depth_index] = route
-        return Choice(decision.chosen, route, counts)
+            depth.routes[self.depth_index] = router.route(x, decision, most)
+        if not rows:
+            return choice
+        if len(rows) < len(counts):
+            busy = torch.tensor(rows, device=x.device)
+            x, decision = x[busy], decision.select(busy)
+        is_whole = all(counts[row] == x.shape[1] for row in rows)
+        return choice._replace(route=router.route(x, decision, most, is_whole))
 
     def _process_chosen(
         self, x: Tensor, choice: Choice, kwargs: Any, cached: RoutedCacheLayer | None, depth: DepthContext
@@ -188,17 +198,15 @@ class RoutedLayer(Mixin):
         """Under look-ahead, run on all slots. Else skip for real: run on the rows and slots that were chosen,
         and not at all if there are none."""
         _, route, counts = choice
-        if counts is None:
+        if counts is None:  # look-ahead
             assert route is not None
             if cached is not None:
                 cached.is_incomplete = True
             return self._process(x, route, kwargs, depth)
         num_tokens = x.shape[1]
-        if any(counts):
-            assert route is not None
-            rows = [row for row, count in enumerate(counts) if count]
+        if route is not None:
+            rows = choice.rows
             counts = [counts[row] for row in rows]
-            route = route if len(rows) == x.shape[0] else route.select(rows)
             write = None if cached is None else cached.write(rows, counts, route.index + cached.seen)
             if len(rows) == x.shape[0]:
                 x = self._process(x, route, kwargs, depth, write)
