@@ -56,7 +56,7 @@ def page() -> str:
         names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
         text += f"| {names} | {reason} |\n"
     text += "| encoders, encoder-decoders | only causal language models are sampled token by token |\n"
-    return text + "| quantised models | not yet |\n"
+    return text + "| models that are quantised by something else than bitsandbytes | no test covers them |\n"
 
 
 def mask_types(model: object) -> set[str]:

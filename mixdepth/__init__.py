@@ -1,5 +1,6 @@
 """Mixture-of-Depths for PyTorch and Hugging Face transformers."""
 
+from mixdepth.adapters import lora_config
 from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig
 from mixdepth.conversion import Conversion, convert
@@ -12,7 +13,6 @@ from mixdepth.generation import generate
 from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures, unroute
 from mixdepth.importance import layer_costs
 from mixdepth.loading import load
-from mixdepth.pretrained import lora_config
 from mixdepth.routed import Routed, routing_loss
 from mixdepth.router import Router, lookahead, update_routers
 from mixdepth.routing import Route

@@ -16,11 +16,10 @@ TOLD = ("scheme", "capacity", "target", "gate", "causal")
 
 
 def write_card(
-    folder: Path, model: Any, original: str | None, about: Mapping[str, Any], measured: Mapping[str, Any]
+    folder: Path, title: str, model: Any, original: str | None, about: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> None:
     """Write README.md for the model that was saved in this folder; `about` and `measured` become tables."""
     is_routed = isinstance(model, RoutedCausalLM)
-    title = folder.name.removesuffix(".part")
     base = smollm2.HUB_NAME if original == smollm2.NAME else original
     is_local = base is None or Path(base).is_absolute() or Path(base).exists()
     metadata = ModelCardData(

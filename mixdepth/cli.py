@@ -157,9 +157,12 @@ def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: in
     from mixdepth.tasks import evaluate_tasks, table
 
     numbers: Any
+    if limit is not None and not tasks:
+        raise ValueError("--limit is for --tasks: give --windows for a text")
     if tasks:
-        if options["corpus"] is not None:
-            raise ValueError(f"tasks bring their own text: leave out --tasks or --corpus {options['corpus']}")
+        for name in ("corpus", "context", "windows"):
+            if options[name] is not None:
+                raise ValueError(f"tasks bring their own text: leave out --tasks or --{name} {options[name]}")
         numbers = evaluate_tasks(names, tasks, limit=limit, batch_size=options["batch_size"])
         text = table(numbers)
     else:
@@ -189,7 +192,7 @@ def _add_convert(verbs: Any) -> None:
     measuring = convert.add_argument_group("measuring layers (--choose auto)")
     measuring.add_argument("--corpus", default="stdlib", help="the text (default: %(default)s)")
     measuring.add_argument("--windows", type=int, default=4, help="how much of it (default: %(default)s windows)")
-    measuring.add_argument("--context", type=int, default=512, help="tokens in a window (default: %(default)s)")
+    measuring.add_argument("--context", type=int, help="tokens in a window (default: 512, if the model takes as many)")
     routing = convert.add_argument_group("routing")
     _add_settings(routing, DepthConfig, ROUTING_FLAGS, ("init_std",), "depth_", CONVERT_DEFAULTS)
     convert.set_defaults(run=_convert)

@@ -10,7 +10,7 @@ from mixdepth.data import HELD_OUT, Side, load_corpus
 from mixdepth.evaluation import Evaluation, Interval, evaluate, interval
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
-from mixdepth.loading import Loaded, load
+from mixdepth.loading import Loaded, load, positions, tokenizer_of
 from mixdepth.sources import absolute
 from mixdepth.table import columns
 from mixdepth.training import corpus_of
@@ -127,9 +127,12 @@ def evaluate_runs(
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     corpus = None if corpus is None else absolute(corpus)
     loaded = [load(name) for name in names]
+    # what is no run takes the context of the runs beside it, so that they compare
+    of_runs = min((model.run.settings.context for model in loaded if model.run is not None), default=1024)
     entries = []
     for name, model in zip(names, loaded, strict=True):
-        entries.append(_evaluate(name, model, corpus, text_field, context, windows, batch_size, split))
+        length = context or (of_runs if model.run is None else model.run.settings.context)
+        entries.append(_evaluate(name, model, corpus, text_field, length, windows, batch_size, split))
     return Comparison(entries)
 
 
@@ -138,7 +141,7 @@ def _evaluate(
     loaded: Loaded,
     source: str | None,
     text_field: str,
-    context: int | None,
+    context: int,
     windows: int | None,
     batch: int,
     split: str,
@@ -146,15 +149,15 @@ def _evaluate(
     model, tokenizer, run, note = loaded
     if run is not None and source in (None, run.settings.corpus):
         source = run.settings.corpus
-        text = corpus_of(run.settings)
+        text = corpus_of(run.settings, None if run.settings.model is None else str(run.folder))
         if run.about["corpus_digest"] != text.digest:
             raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another --corpus")
     elif source is None:
         raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
     else:
-        text = load_corpus(source, name if run is None else str(run.folder), text_field=text_field)
-    longest = run.settings.context if run else getattr(model.config, "max_position_embeddings", None)
-    context = context or min(1024, longest or 1024)
+        text = load_corpus(source, tokenizer_of(name), text_field=text_field)
+    if run is None:
+        context = min(context, positions(model))
     side: Side = getattr(text, split)
     chosen = side.windows(context).spread(windows)
     if not len(chosen):

@@ -5,7 +5,9 @@ The folder holds it at capacity 1 with gates of 1, and conversion.json says whic
 """
 
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +20,11 @@ from mixdepth.config import DepthConfig, check_integer
 from mixdepth.data import load_corpus
 from mixdepth.files import read_json, write_json
 from mixdepth.hf import RoutedCausalLM, route, unroute
-from mixdepth.hf.architectures import decoder_layers
+from mixdepth.hf.architectures import check_settings, decoder_layers
 from mixdepth.importance import cheapest, layer_costs
-from mixdepth.loading import load
+from mixdepth.loading import check_whole, load, positions, tokenizer_of
 from mixdepth.pretrained import check_exact
+from mixdepth.run import writing
 
 CONVERSION = "conversion.json"
 
@@ -60,23 +63,25 @@ def convert(
     choose: str | None = None,
     corpus: str = "stdlib",
     windows: int = 4,
-    context: int = 512,
+    context: int | None = None,
 ) -> Conversion | None:
     """Route a pretrained model and save it in the new folder `out`: a folder, a name of the hub, or `smollm2`.
 
     Without `depth` the plain model is saved, and a routed one is unrouted for it. `choose="auto"` routes as many
     layers as `depth.every` says, but those that can best be spared, as measured by `layer_costs` on `windows`
-    windows of the corpus.
+    windows of the corpus, of `context` tokens (by default 512, or as many as the model takes).
     """
-    folder = Path(out)
+    folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} exists already: choose another --out")
     if choose not in (None, "auto"):
         raise ValueError(f"choose must be auto, or be left out, not {choose!r}")
-    for setting, value in {"windows": windows, "context": context}.items():
-        check_integer(setting, value, minimum=1)
+    check_integer("windows", windows, minimum=1)
+    if context is not None:
+        check_integer("context", context, minimum=2)
     loaded = load(name)
     model, tokenizer = loaded.model, loaded.tokenizer
+    check_whole(name, loaded, context or 1)
     conversion = None
     if depth is None:
         if choose is not None:
@@ -84,25 +89,44 @@ def convert(
         model = unroute(model) if isinstance(model, RoutedCausalLM) else model
     else:
         check_exact(depth)
+        if isinstance(model, RoutedCausalLM):
+            raise ValueError(f"{name!r} is routed already: take its routers out first, with --dense")
+        check_settings(model, depth)
         costs = None
         if choose is not None:
-            text = load_corpus(corpus, name).train.windows(context).spread(windows)
+            text = (
+                load_corpus(corpus, tokenizer_of(name))
+                .train.windows(context or min(512, positions(model)))
+                .spread(windows)
+            )
             device = next(model.parameters()).device
             depth, costs = choose_layers(model, depth, (batch.to(device) for batch in text.batches(4)))
         model = route(model, replace(depth, capacity=1.0, init_std=0.0))
         conversion = Conversion(name, replace(model.depth_config, capacity=depth.capacity), costs)
-    aside = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    if conversion is not None:
-        conversion.write(aside)
-    about = {} if conversion is None else {"comes down to capacity": conversion.depth.capacity}
-    write_card(aside, model, name, about, {})
-    if folder.exists():  # and is empty
-        folder.rmdir()
-    aside.rename(folder)
+    with writing(folder), _new_folder(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        if conversion is not None:
+            conversion.write(aside)
+        about = {} if conversion is None else {"comes down to capacity": conversion.depth.capacity}
+        write_card(aside, folder.name, model, name, about, {})
     return conversion
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of `folder`; or vanishes if something goes wrong."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)  # mkdtemp made it the user's own
+        if folder.exists():  # and is empty
+            folder.rmdir()
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def choose_layers(model: Any, depth: DepthConfig, batches: Iterable[Tensor]) -> tuple[DepthConfig, dict[int, float]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixdepth.experts import ExpertLoad, ExpertRouter, probabilities
-from mixdepth.hf import RoutedCausalLM, set_capacity
+from mixdepth.hf import RoutedCausalLM, set_capacity, unwrapped
 from mixdepth.router import Chooser, Router, choosers, lookahead
 from mixdepth.routing import Route, slots, top_k
 
@@ -99,7 +99,7 @@ class Calibration(NamedTuple):
 @torch.no_grad()
 def evaluate(model: Any, batches: Iterable[Batch]) -> Evaluation:
     """Evaluate a language model, causally and with look-ahead. Of a dense model the two are the same."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = unwrapped(model)
     with evaluating(model):
         return _evaluate(model, batches)
 
@@ -271,7 +271,7 @@ def _inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _checked(model: Any) -> RoutedCausalLM:
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = unwrapped(model)
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not a routed language model: call mixdepth.route first")
     return model

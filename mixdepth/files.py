@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all, and a clear word where they do not."""
+"""Files that appear whole or not at all, and a clear word to the user."""
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,7 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or begin anew in another folder") from error
+
+
+def tell(sentence: str) -> None:
+    print(f"mixdepth: {sentence}", file=sys.stderr, flush=True)

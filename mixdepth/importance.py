@@ -35,18 +35,22 @@ def layer_costs(
     settings: Any = {"capacity": capacity, "target": target, "gate": "one", "causal": "threshold"}
     with evaluating(model):
         found = [_moves(model, batch, target) for batch in batches]
-        before = torch.stack([loss for loss, _ in found]).mean()
+        weights = torch.tensor([float(batch.shape[0] * (batch.shape[1] - 1)) for batch in batches])  # predicted tokens
+        weights /= weights.sum()
+        before = (torch.stack([loss for loss, _ in found]).cpu() * weights).sum()
         costs = {}
         for index in tqdm(range(len(decoder_layers(model))), desc="measuring layers", unit="layer", leave=False):
             routed = route(model, layers=(index,), **settings)
             (router,) = routed.depth_routers
             losses = []
-            with lookahead(routed):
-                for batch, (_, moves) in zip(batches, found, strict=True):
-                    router.score = _constant(moves[index])  # type: ignore[method-assign,assignment]
-                    losses.append(_loss(routed, batch))
-            unroute(routed)
-            costs[index] = (torch.stack(losses).mean() - before).item()
+            try:
+                with lookahead(routed):
+                    for batch, (_, moves) in zip(batches, found, strict=True):
+                        router.score = _constant(moves[index])  # type: ignore[method-assign,assignment]
+                        losses.append(_loss(routed, batch))
+            finally:
+                unroute(routed)
+            costs[index] = ((torch.stack(losses).cpu() * weights).sum() - before).item()
     return costs
 
 

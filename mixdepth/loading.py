@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixdepth import smollm2
+from mixdepth.adapters import adapted
+from mixdepth.files import tell
 from mixdepth.run import MARKER, RESULT, SETTINGS, Run, damage
 from mixdepth.tokens import load_tokenizer
 from mixdepth.trainer import load_state, model_tensors
@@ -45,7 +48,7 @@ def load(name: str) -> Loaded:
     elif path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
     try:
-        model = _restored(path) if (path / MARKER).exists() else _pretrained(name)
+        model = _restored(path, run) if (path / MARKER).exists() else _pretrained(name)
     except SafetensorError as error:
         raise ValueError(f"a weights file in {name!r} is damaged ({error}): copy it again") from error
     except OSError as error:
@@ -71,8 +74,41 @@ def _pretrained(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
 
 
-def _restored(checkpoint: Path) -> Any:
+def _restored(checkpoint: Path, run: Run | None) -> Any:
     """The model of a checkpoint, which any number of processes may have written."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
-    load_state(checkpoint, model_tensors(model, get_model_state_dict(model)))
-    return model
+    settings = None if run is None else run.settings
+    adapter = adapted(model, settings.lora_rank) if settings is not None and settings.method == "lora" else None
+    try:
+        load_state(checkpoint, model_tensors(model, get_model_state_dict(model)))
+    except CheckpointException as error:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r} does not hold the model that its config.json tells"
+        ) from error
+    return model if adapter is None else adapter.merge_and_unload()
+
+
+def tokenizer_of(name: str) -> str:
+    """Where a model's tokenizer is: that of a checkpoint lies in its run's folder."""
+    path = Path(name)
+    return str(path.parent) if (path / MARKER).exists() else name
+
+
+def check_whole(name: str, loaded: Loaded, context: int) -> None:
+    """Refuse what cannot be saved or trained on; tell if the run is not finished."""
+    if loaded.note:
+        tell(loaded.note)
+    if getattr(loaded.model, "is_quantized", False):
+        raise ValueError(
+            f"{name!r} is quantised: start from the original, and quantise the result as it is loaded "
+            "(quantization_config=BitsAndBytesConfig(...))"
+        )
+    if context > positions(loaded.model):
+        raise ValueError(
+            f"context={context} is beyond the {positions(loaded.model)} positions of {name!r}: choose a shorter one"
+        )
+
+
+def positions(model: Any) -> int:
+    """How many tokens a model was made for; many, if it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**20

@@ -5,14 +5,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from mixdepth.adapters import adapted
 from mixdepth.config import DepthConfig
 from mixdepth.hf import RoutedCausalLM, route, set_capacity, unroute
-from mixdepth.hf.architectures import decoder_layers
 from mixdepth.hf.routing import ROUTER_NAME
-from mixdepth.loading import load
+from mixdepth.loading import check_whole, load
 from mixdepth.settings import TrainConfig
 
 EXACT_GATES = ("unit", "one")
@@ -28,21 +26,24 @@ class Start(NamedTuple):
     adapter: Any = None
     """peft's model around it, whose weights are to be merged at the end."""
     teacher: Any = None
+    tokenizer: Any = None
+    """The model's own, where it has one."""
 
 
 def start_from(config: TrainConfig) -> Start:
     """The pretrained model that these settings name, with what they train of it set to be trained."""
     assert config.model is not None
     torch.manual_seed(config.seed)
-    model = load(config.model).model
+    loaded = load(config.model)
+    model = loaded.model
+    check_whole(config.model, loaded, config.context)
     if config.method == "full":
         model.float()  # small steps are lost in half precision
     capacity = 1.0
     if isinstance(model, RoutedCausalLM):
         _check_same_routing(config, model.depth_config)
-        if isinstance(model.depth_config.capacity, float):
-            capacity = model.depth_config.capacity
-    teacher = _teacher(model, capacity, config.model) if config.distill else None
+        capacity = max(router.capacity for router in model.depth_routers)
+    teacher = _teacher(model, config.model) if config.distill else None
     if isinstance(model, RoutedCausalLM):
         assert config.depth is not None
         set_capacity(model, config.depth.capacity)
@@ -53,7 +54,13 @@ def start_from(config: TrainConfig) -> Start:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and f".{ROUTER_NAME}." in name)
     adapter = adapted(model, config.lora_rank) if config.method == "lora" else None
-    return Start(model, capacity, adapter, teacher)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"method={config.method!r} has nothing to train: no loss reaches routers with gate={config.depth.gate!r}"
+            if config.depth
+            else f"method={config.method!r} has nothing to train"
+        )
+    return Start(model, capacity, adapter, teacher, loaded.tokenizer)
 
 
 def check_exact(depth: DepthConfig) -> None:
@@ -80,44 +87,13 @@ def _check_same_routing(config: TrainConfig, has: DepthConfig) -> None:
             raise ValueError(f"{config.model!r} is routed with {name}={has.to_dict()[name]!r}, not {value!r}")
 
 
-def _teacher(model: Any, capacity: float, name: str) -> Any:
-    if capacity < 1:
+def _teacher(model: Any, name: str) -> Any:
+    lowest = min((router.capacity for router in getattr(model, "depth_routers", ())), default=1.0)
+    if lowest < 1:
         raise ValueError(
-            f"distill needs the pretrained model itself, and {name!r} has come down to capacity {capacity} already: "
+            f"distill needs the pretrained model itself, and {name!r} has come down to capacity {lowest} already: "
             "start from the converted model"
         )
     teacher = copy.deepcopy(model)
     teacher = unroute(teacher) if isinstance(teacher, RoutedCausalLM) else teacher
     return teacher.requires_grad_(False).eval()
-
-
-def lora_config(model: Any, rank: int = 16, **settings: Any) -> Any:
-    """peft's settings for low-rank adapters in all linear maps of all layers, with the routers trained and saved
-    beside them: `peft.get_peft_model(model, mixdepth.lora_config(model))`."""
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ValueError("adapters need the package peft: pip install peft") from error
-    layers = decoder_layers(model)
-    (prefix,) = (name for name, module in model.named_modules() if module is layers)
-    modules = {name: module for layer in layers for name, module in layer.named_modules()}
-    linear = [name for name, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) and ROUTER_NAME not in name]
-    names = "|".join(sorted(name.replace(".", r"\.") for name in linear))
-    settings = {"r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM", **settings}
-    if isinstance(model, RoutedCausalLM):
-        settings["modules_to_save"] = [*settings.get("modules_to_save", ()), ROUTER_NAME]
-    return LoraConfig(target_modules=rf"{prefix}\.\d+\.({names})", **settings)
-
-
-def adapted(model: Any, rank: int) -> Any:
-    """peft's model around this one, which is changed in place: adapters in its layers, copies of its routers."""
-    config = lora_config(model, rank)
-    from peft import get_peft_model
-
-    learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    adapter = get_peft_model(model, config)
-    for name, parameter in model.named_parameters():  # what no loss can reach must not wait for a gradient
-        original = name.replace("modules_to_save.default.", "")
-        if original != name:
-            parameter.requires_grad_(learns[original])
-    return adapter

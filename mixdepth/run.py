@@ -96,9 +96,14 @@ class Run:
         finally:
             lock.release()
 
+    def is_of(self, config: TrainConfig) -> bool:
+        """Whether this run was one of these settings."""
+        before, now = _flat(self.settings.to_dict()), _flat(config.to_dict())
+        return all(before.get(name) == value for name, value in now.items() if name not in MAY_DIFFER)
+
     def _check_same(self, about: dict[str, Any]) -> None:
         old = self.about
-        before, now = _flat(old["settings"]), _flat(about["settings"])
+        before, now = _flat(self.settings.to_dict()), _flat(about["settings"])  # an older version knew fewer
         if ("depth" in before) != ("depth" in now):  # where it is None, the model is dense
             kind = "dense" if "depth" in before else "routed"
             raise ValueError(f"{str(self.folder)!r} holds a run of a {kind} model: choose another --out")

@@ -9,6 +9,7 @@ from mixdepth.flops import count_flops
 from mixdepth.hf import set_capacity
 from mixdepth.settings import TrainConfig
 
+Capacity = float | tuple[float, ...] | None
 CAPACITY_LEVELS = 16
 """A falling capacity takes few values: each is a shape of its own to a compiler."""
 
@@ -20,22 +21,26 @@ class Schedule(NamedTuple):
     warmup_steps: int
     batch_size: int
     tokens_per_step: int
-    capacity: float | None  # None: dense, or a capacity for each layer, which stays
+    capacity: Capacity  # one for all routed layers, or one for each; None: dense
     capacity_steps: int
-    window_flops: Mapping[float | None, int]  # of a forward pass, by capacity
+    window_flops: Mapping[Capacity, int]  # of a forward pass, by capacity
     start: float = 1.0  # the capacity that it falls from
     teacher_flops: int = 0  # of a forward pass of the model that is learned from
 
-    def capacity_at(self, step: int) -> float | None:
+    def capacity_at(self, step: int) -> Capacity:
         """The capacity of a step, counted from 0."""
         if self.capacity is None or step >= self.capacity_steps:
             return self.capacity
         return self.level(step * CAPACITY_LEVELS // self.capacity_steps)
 
-    def level(self, number: int) -> float:
+    def level(self, number: int) -> Capacity:
         """The capacity after that many of its 16 parts have fallen."""
-        assert self.capacity is not None
-        return self.start - (self.start - self.capacity) * number / CAPACITY_LEVELS
+        if isinstance(self.capacity, tuple):
+            return tuple(self._fallen(capacity, number) for capacity in self.capacity)
+        return None if self.capacity is None else self._fallen(self.capacity, number)
+
+    def _fallen(self, capacity: float, number: int) -> float:
+        return self.start - (self.start - capacity) * number / CAPACITY_LEVELS
 
     def flops_at(self, step: int) -> int:
         """Training FLOPs of a step: three forward passes for each window, and the teacher's."""
@@ -60,12 +65,13 @@ class Schedule(NamedTuple):
 
 def plan(model: Any, config: TrainConfig, start: float = 1.0, teacher: Any = None) -> Schedule:
     """The longest run within the budget, of a model whose capacity falls from `start`."""
-    depth = config.depth
-    capacity = depth.capacity if depth is not None and isinstance(depth.capacity, float) else None
-    falls = bool(config.capacity_steps) and capacity is not None and capacity != start
+    capacity = None if config.depth is None else config.depth.capacity
+    lowest = min(capacity) if isinstance(capacity, tuple) else capacity
+    falls = bool(config.capacity_steps) and lowest is not None and lowest < start
     schedule = Schedule(0, 0, config.batch_size, config.batch_size * config.context, capacity, 0, {}, start)
-    flops: dict[float | None, int] = {}
+    flops: dict[Capacity, int] = {}
     for level in {*map(schedule.level, range(CAPACITY_LEVELS))} if falls else ():
+        assert level is not None
         set_capacity(model, level)
         flops[level] = count_flops(model, config.context).total
     if falls:

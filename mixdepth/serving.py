@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.utils.import_utils import is_serve_available
 
+from mixdepth.files import tell
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.hf.cache import unsupported_cache
 from mixdepth.loading import load
@@ -32,9 +33,11 @@ def make_app(name: str, *, continuous_batching: bool = False) -> tuple[Any, str]
     from transformers.cli.serving.utils import GenerationState
 
     loaded = load(name)
+    if loaded.note:
+        tell(loaded.note)
     if continuous_batching and isinstance(loaded.model, RoutedCausalLM):
         raise unsupported_cache("continuous batching")
-    public = Path(name).name if Path(name).exists() else name
+    public = Path(name).resolve().name if Path(name).exists() else name
 
     class OneModel(ModelManager):
         """Knows the one model that was loaded, and fetches no other whatever a client asks for."""
@@ -83,13 +86,14 @@ def make_app(name: str, *, continuous_batching: bool = False) -> tuple[Any, str]
 
 def serve(name: str, *, host: str = "127.0.0.1", port: int = 8000, continuous_batching: bool = False) -> None:
     """Serve the model until interrupted."""
-    with socket.socket() as probe:  # first: loading a model takes its time
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
+    try:  # first: loading a model takes its time
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
     app, public = make_app(name, continuous_batching=continuous_batching)
     import uvicorn
 

@@ -227,8 +227,6 @@ class TrainConfig:
             )
         if self.capacity_steps and self.depth is None:
             raise ValueError("capacity_steps has no meaning for a dense model: leave it out")
-        if self.capacity_steps and self.depth is not None and not isinstance(self.depth.capacity, float | int):
-            raise ValueError("capacity_steps needs one capacity for all layers, not a list")
 
     def _check_pretrained(self) -> None:
         if self.method not in get_args(Method):
@@ -239,6 +237,8 @@ class TrainConfig:
         if self.model is None and (self.method != "full" or self.distill):
             given = f"method={self.method!r}" if self.method != "full" else f"distill={self.distill}"
             raise ValueError(f"{given} needs a pretrained model: give one by model")
+        if self.method == "lora" and self.engine == "fsdp":
+            raise ValueError("method='lora' cannot be sharded: leave out engine='fsdp'")
         if self.method == "router" and self.depth is None:
             raise ValueError("method='router' trains routers, and a dense model has none: leave it out")
         for setting in fields(self):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mixdepth.config import check_integer
+from mixdepth.files import tell
 from mixdepth.loading import load
 from mixdepth.table import columns
 
@@ -20,6 +22,9 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError("tasks need the package lm_eval: pip install 'mixdepth[tasks]'") from error
+    check_integer("batch_size", batch_size, minimum=1)
+    if limit is not None:
+        check_integer("limit", limit, minimum=1)
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     for file in files:
         if not file.is_file():
@@ -33,8 +38,16 @@ def evaluate_tasks(
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in names:
         loaded = load(name)
+        if loaded.note:
+            tell(loaded.note)
         model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size)
-        results = simple_evaluate(model, tasks=wanted, task_manager=manager, limit=limit, log_samples=False)
+        try:
+            results = simple_evaluate(model, tasks=wanted, task_manager=manager, limit=limit, log_samples=False)
+        except Exception as error:  # whatever a task's file, its templates, its data or its metrics raise
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(
+                f"lm_eval cannot run {', '.join(wanted)} on {name!r} ({type(error).__name__}: {reason})"
+            ) from error
         found[name] = {task: _numbers(values) for task, values in results["results"].items()}
     return found
 
@@ -44,10 +57,11 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     rows = [["task", "metric", *found]]
     first = next(iter(found.values()))
     for task, values in first.items():
-        for metric in [metric for metric in values if not metric.endswith("_stderr")]:
+        for metric in [metric for metric in values if "_stderr" not in metric]:
             cells = []
+            name, comma, kind = metric.partition(",")
             for results in found.values():
-                error = results[task].get(f"{metric}_stderr")
+                error = results[task].get(f"{name}_stderr{comma}{kind}")
                 cells.append(f"{results[task][metric]:.4f}" + ("" if error is None else f" ± {error:.4f}"))
             rows.append([task, metric, *cells])
     return columns(rows, left=(0, 1))
@@ -62,9 +76,9 @@ def _task_name(file: Path) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """lm_eval's own names, `acc,none` and `acc_stderr,none`, without what is no number."""
+    """lm_eval's own names, `acc,none` and `acc_stderr,none`, without what is no number and no measure."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "sample_len"
     }

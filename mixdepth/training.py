@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,9 +19,10 @@ from transformers.integrations import get_available_reporting_integrations
 import mixdepth
 from mixdepth.card import write_card
 from mixdepth.data import Corpus, collate, load_corpus
-from mixdepth.files import write_json
+from mixdepth.files import tell, write_json
 from mixdepth.flops import find_shape
 from mixdepth.hf import route
+from mixdepth.loading import tokenizer_of
 from mixdepth.pretrained import Start, start_from
 from mixdepth.run import RESULT, Run, step_of, writing
 from mixdepth.schedule import CAPACITY_LEVELS, Schedule, plan
@@ -48,6 +48,8 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     config = replace(given, corpus=absolute(given.corpus))
     state = PartialState(cpu=not torch.accelerator.is_available())
     run = Run(out)
+    if config.model is not None and run.result is not None and run.is_of(config):
+        return run  # what it started from may be gone
 
     read = functools.partial(corpus_of, config)
     main_first(state, read)  # the others find the tokens in the cache
@@ -88,7 +90,7 @@ def _train(
             f"{schedule.flops:.3g} FLOPs, {epochs:.2f} epochs of {config.corpus}"
         )
         with writing(run.folder):
-            corpus.tokenizer.save_pretrained(run.folder)
+            (start.tokenizer or corpus.tokenizer).save_pretrained(run.folder)
             checkpoint, damaged = run.newest_checkpoint()
             for sentence in damaged:
                 tell(f"{sentence}: going back to {checkpoint.name if checkpoint else 'the start'}")
@@ -130,7 +132,7 @@ def _train(
         spent = {"tokens": schedule.steps * schedule.tokens_per_step, "flops": schedule.flops}
         result = {**found, "validation_bits_per_byte": bits, **spent}
         with writing(run.folder):
-            write_card(run.folder, model, config.model, _about(config), result)
+            write_card(run.folder, run.folder.resolve().name, model, config.model, _about(config), result)
             write_json(run.folder / RESULT, result)
 
 
@@ -141,11 +143,12 @@ def _about(config: TrainConfig) -> dict[str, Any]:
     return {"text": text, "context": config.context, **{name: getattr(config, name) for name in names}}
 
 
-def corpus_of(config: TrainConfig) -> Corpus:
-    """The text that these settings name."""
+def corpus_of(config: TrainConfig, tokenizer: str | None = None) -> Corpus:
+    """The text that these settings name, by the model's tokenizer or another that is the same."""
+    own = config.tokenizer if config.model is None else tokenizer_of(config.model)
     return load_corpus(
         config.corpus,
-        config.tokenizer if config.model is None else config.model,
+        tokenizer or own,
         text_field=config.text_field,
         validation=config.validation,
         test=config.test,
@@ -168,10 +171,6 @@ def main_first(state: PartialState, work: Callable[[], Any]) -> Any:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def tell(sentence: str) -> None:
-    print(f"mixdepth: {sentence}", file=sys.stderr, flush=True)
 
 
 def with_shape(config: TrainConfig, vocab_size: int) -> TrainConfig:

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from mixdepth import smollm2
 from mixdepth.config import DepthConfig
-from mixdepth.conversion import Conversion
+from mixdepth.conversion import CONVERSION, Conversion
 from mixdepth.hf.model import PREFIX
 from mixdepth.run import Run
 from mixdepth.settings import TUNE_DEFAULTS, TrainConfig
@@ -32,6 +32,10 @@ def tune(
         if depth is None:
             raise ValueError(f"capacity={capacity} has no meaning for {name!r}, which is not routed: convert it first")
         depth = replace(depth, capacity=capacity)
+    elif depth is not None and depth.capacity == 1:
+        raise ValueError(
+            f"{name!r} is routed at capacity 1, and no {CONVERSION} says where it is to come down to: give a capacity"
+        )
     usual = {k: v for k, v in TUNE_DEFAULTS.items() if depth is not None or k not in ("capacity_steps",)}
     name = name if smollm2.is_meant(name) or not Path(name).exists() else absolute(name)
     return train(out, TrainConfig.from_dict({**usual, **settings, "model": name, "depth": depth}))

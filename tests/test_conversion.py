@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -104,37 +106,35 @@ def test_the_layers_that_cost_least_are_chosen(pretrained, corpus, tmp_path):
     assert found == Conversion.read(tmp_path / "mod")
 
 
-@pytest.mark.parametrize("target", ["block", "attention", "mlp"])
-def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least(target):
-    """By hand: the layer's output (or its half's) is put back to its input where it moved least."""
+def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least():
+    """By hand, for an MLP, in which no token sees another: its update is left out where it is smallest."""
     model = dense(dtype=torch.float64)
     ids = token_ids(2, 16)
-    costs = mixdepth.layer_costs(model, [ids], capacity=0.25, target=target)
+    costs = mixdepth.layer_costs(model, [ids], capacity=0.25, target="mlp")
     assert type(model).__name__ == "LlamaForCausalLM"
     before = model(ids, labels=ids).loss
-    layer = model.model.layers[3]  # after the last layer no token sees another: what is skipped is simply put back
-    part = {"block": layer, "attention": layer.self_attn, "mlp": layer.mlp}[target]
-    seen = {}
+    layer, seen = model.model.layers[1], {}
 
-    def remember(module, args, kwargs):
-        seen["x"] = args[0] if args else kwargs["hidden_states"]
-
-    def skip(module, args, kwargs, out):
-        y = out[0] if isinstance(out, tuple) else out
-        update = y - seen["x"] if target == "block" else y
+    def skip(module, args, update):
         size = update.norm(dim=-1) / seen["x"].norm(dim=-1)
         kept = size >= size.topk(4, dim=1).values[:, -1:]
-        result = torch.where(kept[..., None], y, y - update)
-        return (result, *out[1:]) if isinstance(out, tuple) else result
+        return update * kept[..., None]
 
-    layer.register_forward_pre_hook(remember, with_kwargs=True)
-    part.register_forward_hook(skip, with_kwargs=True)
-    by_hand = (model(ids, labels=ids).loss - before).item()
-    if target == "mlp":
-        assert costs[3] == pytest.approx(by_hand, abs=1e-9)
-    else:  # those that go through attend to fewer: not the same number, but the same order
-        assert costs[3] != 0
-        assert by_hand != 0
+    layer.register_forward_pre_hook(lambda module, args: seen.update(x=args[0]))
+    layer.mlp.register_forward_hook(skip)
+    assert costs[1] == pytest.approx((model(ids, labels=ids).loss - before).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("target", ["block", "attention"])
+def test_a_token_that_a_layer_would_not_move_costs_nothing_to_skip(target):
+    """Where the layer moves no token at all, whoever is skipped; and where it does, something is lost."""
+    model = dense(dtype=torch.float64)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.o_proj.weight.zero_()
+        model.model.layers[2].mlp.down_proj.weight.mul_(target == "attention")
+    costs = mixdepth.layer_costs(model, [token_ids(2, 16)], capacity=0.25, target=target)
+    assert costs[2] == 0
+    assert all(costs[index] for index in (0, 1, 3))
 
 
 def test_the_cheapest_are_in_order():
@@ -161,6 +161,9 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
         ({"scheme": "soft", "capacity": 1.0}, {}, "scheme='soft' processes every token and makes nothing cheaper"),
         ({"layers": (1,)}, {"choose": "auto"}, r"layers=\[1\] has no meaning beside choose='auto'"),
         ({"capacity": (0.5, 0.25)}, {"choose": "auto"}, "needs one capacity for all layers, not a list"),
+        ({"capacity": (0.5, 0.25, 0.1)}, {}, "capacity lists 3 values for 2 routed layers"),
+        ({"scheme": "early_exit"}, {}, "capacity must fall from one exit to the next"),
+        ({}, {"choose": "auto", "context": 4096}, "context=4096 is beyond the 128 positions of"),
         ({"layers": (7,)}, {}, "layers must be below the model's 4 layers, not 7"),
         ({}, {"choose": "best"}, "choose must be auto, or be left out, not 'best'"),
         ({}, {"choose": "auto", "windows": 0}, "windows must be a whole number of at least 1, not 0"),
@@ -196,5 +199,40 @@ def test_a_damaged_conversion_is_named(pretrained, tmp_path):
 
 def test_a_routed_model_is_not_routed_again(pretrained, tmp_path):
     mixdepth.convert(pretrained, tmp_path / "mod", UNIT)
-    with pytest.raises(ValueError, match="the model is routed already"):
-        mixdepth.convert(str(tmp_path / "mod"), tmp_path / "again", UNIT)
+    for choose in (None, "auto"):
+        with pytest.raises(ValueError, match="mod' is routed already: take its routers out first, with --dense"):
+            mixdepth.convert(str(tmp_path / "mod"), tmp_path / "again", UNIT, choose=choose)
+
+
+def test_a_full_disk_leaves_nothing_behind(pretrained, tmp_path):
+    """And a folder of the user's with a likely name is not touched."""
+    (tmp_path / "mod.part").mkdir()
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+    limit += "from mixdepth.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", limit, "convert", pretrained, "--out", str(tmp_path / "mod")]
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    assert process.returncode == 2, process.stderr
+    assert "cannot be written" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mod.part"]
+
+
+def test_measuring_leaves_the_model_as_it_was_even_if_interrupted(monkeypatch):
+    model = dense()
+    monkeypatch.setattr("mixdepth.importance._loss", interrupt_in_routed)
+    with pytest.raises(KeyboardInterrupt):
+        mixdepth.layer_costs(model, [token_ids()])
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def interrupt_in_routed(model, batch):
+    if type(model).__name__.startswith("Mixdepth"):
+        raise KeyboardInterrupt
+    return model(batch, labels=batch).loss
+
+
+def test_windows_weigh_alike_however_they_are_batched():
+    ids = token_ids(5, 16)
+    at_once = mixdepth.layer_costs(dense(dtype=torch.float64), [ids])
+    in_parts = mixdepth.layer_costs(dense(dtype=torch.float64), [ids[:4], ids[4:]])
+    assert in_parts == pytest.approx(at_once, abs=1e-6)

@@ -351,6 +351,7 @@ def test_1_unroute_gives_the_plain_model_back(architecture, variant):
         plain._no_split_modules,
         plain._keep_in_fp32_modules_strict,
     )
+    assert (back._keep_in_fp32_modules, back.loss_type) == (plain._keep_in_fp32_modules, plain.loss_type)
     ids = token_ids()
     assert torch.equal(back(ids).logits, plain(ids).logits)
 

@@ -61,10 +61,16 @@ def test_the_command_prints_a_table_or_refuses(task, models, tmp_path):
     process = call("eval", *models, "--tasks", task, "--limit", "4", "--json", str(tmp_path / "found.json"))
     assert process.returncode == 0, process.stderr
     assert "acc_norm" in process.stdout
+    assert "sample_len" not in process.stdout
+    assert "±" in process.stdout
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("task: broken\n")
     assert json.loads((tmp_path / "found.json").read_text())[models[0]]["which_end"]["acc"] is not None
     for arguments, sentence in (
         (["--tasks", "nowhere.yaml"], "there is no task file 'nowhere.yaml'"),
         (["--tasks", task, "--corpus", "stdlib"], "tasks bring their own text"),
+        (["--tasks", task, "--limit", "-3"], "limit must be a whole number of at least 1, not -3"),
+        (["--tasks", str(broken)], "broken"),
     ):
         process = call("eval", *models, *arguments)
         assert process.returncode == 2

@@ -52,6 +52,7 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     config_class, model_class = routed_classes(model.config.model_type)
 
     _become(model, config_class, model_class)
+    model.depth_original_loss_type = model.loss_type
     model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
     route_layers(model, config)
     for layer in decoder_layers(model):
@@ -68,6 +69,9 @@ def unroute(model: RoutedCausalLM) -> PreTrainedModel:
     plain: Any = model
     config_class = CONFIG_MAPPING[model.config.model_type.removeprefix(PREFIX)]
     unroute_layers(plain)
+    if hasattr(plain, "depth_original_loss_type"):
+        plain.loss_type = plain.depth_original_loss_type
+        del plain.depth_original_loss_type
     _become(plain, config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
     del plain.config.depth
     return plain
@@ -91,6 +95,7 @@ def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[fl
 
     It changes what training chooses; in evaluation the causal rule follows as it learns, or by `mixdepth.calibrate`.
     """
+    model = unwrapped(model)
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not routed: call mixdepth.route first")
     if not model.depth_routers:
@@ -102,6 +107,12 @@ def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[fl
             if isinstance(router, Router):
                 router.capacity = value
     keep_settings(model, config)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model itself, out of torch.compile's wrapper or peft's."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def supported_architectures() -> tuple[str, ...]:

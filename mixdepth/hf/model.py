@@ -32,7 +32,7 @@ from mixdepth.experts import ExpertLoad, ExpertRouter, balance_loss
 from mixdepth.hf.architectures import SUPPORTED, check_settings, decoder_layers, expert_block
 from mixdepth.hf.cache import unsupported_cache
 from mixdepth.hf.layer import DepthContext, RoutedExperts, RoutedLayer
-from mixdepth.hf.routing import ROUTER_NAME, route_layers
+from mixdepth.hf.routing import KEPT, ROUTER_NAME, route_layers
 from mixdepth.losses import RoutingLoss, routing_losses
 from mixdepth.router import Chooser, Router, active
 from mixdepth.routing import Route
@@ -320,8 +320,7 @@ def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
             "_can_set_experts_implementation": model_base._can_set_experts_implementation,
             "_can_set_attn_implementation": model_base._can_set_attn_implementation,
             "argument_names": tuple(inspect.signature(model_base.forward).parameters)[1:],
-            # what quantisation leaves alone: its patterns begin where a name does
-            "_keep_in_fp32_modules": {*(model_base._keep_in_fp32_modules or ()), rf".*\.{ROUTER_NAME}"},
+            "_keep_in_fp32_modules": {*(model_base._keep_in_fp32_modules or ()), KEPT},
             "_keep_in_fp32_modules_strict": {*(model_base._keep_in_fp32_modules_strict or ()), ROUTER_NAME},
         },
     )

@@ -13,6 +13,8 @@ from mixdepth.hf.layer import HalvesLayer, Mixin, RoutedExperts, RoutedLayer, mi
 from mixdepth.router import Router
 
 ROUTER_NAME = "depth_router"
+KEPT = rf".*\.{ROUTER_NAME}"
+"""What quantisation leaves alone: its patterns begin where a name does."""
 
 
 def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
@@ -68,12 +70,15 @@ def unroute_layers(model: PreTrainedModel) -> None:
         if isinstance(experts, RoutedExperts):
             _forget(experts)
             block: Any = experts
-            block.gate.weight = nn.Parameter(block.gate.weight.detach()[: block.experts.num_experts])
+            weight = block.gate.weight
+            if len(weight) > block.experts.num_experts:  # no-op experts are rows of it
+                block.gate.weight = nn.Parameter(weight.detach()[: block.experts.num_experts], weight.requires_grad)
             block.experts._is_expert_parallel = False
         if isinstance(layer, Mixin):
             model._no_split_modules.discard(type(layer).__name__)
             _forget(layer)
     model._keep_in_fp32_modules_strict.discard(ROUTER_NAME)
+    model._keep_in_fp32_modules.discard(KEPT)
     del model.depth_config
 
 

@@ -1,0 +1,330 @@
+"""SmolLM2-135M made cheaper: what conversion and tuning cost in loss, against all it must be compared with.
+
+Every variant starts from the same weights, is tuned on the same text for the same FLOPs, and is evaluated causally on
+held-out text of two domains: English prose (Debian's handbook and the Jargon File, which `--prepare` fetches with
+apt-get) and Python source (of the standard library). One line of JSON for each variant goes to smollm.jsonl; finished
+variants are not done again.
+
+    python benchmarks/smollm.py --prepare text/          # once: text/train, text/prose, text/python
+    python benchmarks/smollm.py text/ --flops 5e13 [--only NAME ...]
+    python benchmarks/smollm.py text/ --speed             # decode tokens/s and cache bytes, models taking turns
+    python benchmarks/smollm.py text/ --table
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from machine import describe, header, median, row
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("text", type=Path, help="the folder of texts")
+parser.add_argument("--prepare", action="store_true", help="make that folder")
+parser.add_argument("--flops", type=float, default=5e13, help="tuning budget of each variant (default: %(default)g)")
+parser.add_argument("--only", nargs="+", help="these variants")
+parser.add_argument("--models", type=Path, default=Path("models/smollm"), help="where models go (default: %(default)s)")
+parser.add_argument("--speed", action="store_true", help="time decoding of what is tuned")
+parser.add_argument("--table", action="store_true", help="print what was measured")
+
+PACKAGES = ("debian-handbook", "jargon-text")
+HELD_OUT = 0.1
+CONTEXT, WINDOWS = 512, 24
+RESULTS = Path(__file__).with_name("smollm.jsonl")
+TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
+TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5}
+BLOCK = {"choose": 12, "target": "block"}
+MLP = {"choose": 20, "target": "mlp"}
+ROUTED = {"gate": "unit", "router_input": "normed", "causal": "threshold"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "original": {"tune": None},
+    "original, tuned": {"tune": {}},
+    **{f"blocks, {c:.0%}": {**BLOCK, "depth": {**ROUTED, "capacity": c}, "tune": {}} for c in (0.75, 0.5, 0.25)},
+    **{f"MLPs, {c:.0%}": {**MLP, "depth": {**ROUTED, "capacity": c}, "tune": {}} for c in (0.75, 0.5, 0.25)},
+    "blocks, 50%, not tuned": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": None},
+    "blocks, 50%, random": {
+        **BLOCK,
+        "depth": {"gate": "unit", "router_input": "normed", "scheme": "random", "capacity": 0.5},
+        "tune": {},
+    },
+    "blocks, 50%, predictor": {**BLOCK, "depth": {**ROUTED, "causal": "predictor", "capacity": 0.5}, "tune": {}},
+    "blocks, 50%, distilled": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"distill": 0.5}},
+    "blocks, 50%, routers only": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"method": "router"}},
+    "blocks removed": {**BLOCK, "remove": True, "tune": {}},
+}
+
+
+# --- text ---
+
+
+class Prose(HTMLParser):
+    """The text of a page, a line for each paragraph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.hidden += tag in ("head", "script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.hidden -= tag in ("head", "script", "style")
+        if tag in ("p", "li", "h1", "h2", "h3", "h4", "div", "dd", "dt", "tr", "pre"):
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self.hidden:
+            self.parts.append(data)
+
+
+def prose() -> list[str]:
+    """The documents of Debian's packages, fetched and unpacked in a folder that is then deleted."""
+    texts = []
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["apt-get", "download", *PACKAGES], cwd=folder, check=True)
+        for package in Path(folder).glob("*.deb"):
+            subprocess.run(["dpkg", "-x", package, folder], check=True)
+        for page in sorted(Path(folder).rglob("en-US/*.html")):
+            reader = Prose()
+            reader.feed(page.read_text())
+            texts.append(re.sub(r"\s*\n\s*\n\s*", "\n\n", "".join(reader.parts)).strip() + "\n")
+        (jargon,) = Path(folder).rglob("jargon.txt.gz")
+        entries = re.split(r"\n(?=\n)", gzip.decompress(jargon.read_bytes()).decode(errors="replace"))
+        for start in range(0, len(entries), 60):
+            texts.append("\n".join(entries[start : start + 60]) + "\n")
+    return texts
+
+
+def prepare(folder: Path) -> None:
+    from mixdepth.sources import stdlib_files
+
+    domains = {"prose": prose(), "python": [path.read_text() for path in stdlib_files()]}
+    limit = sum(map(len, domains["prose"]))  # as much of each
+    for name, texts in domains.items():
+        ordered = sorted({hashlib.sha256(text.encode()).hexdigest(): text for text in texts if text.strip()}.items())
+        size = 0
+        for digest, text in ordered:
+            side = name if size < HELD_OUT * limit else "train"
+            size += len(text)
+            if size <= limit:
+                (folder / side).mkdir(parents=True, exist_ok=True)
+                (folder / side / f"{name}-{digest[:12]}.txt").write_text(text)
+
+
+# --- models ---
+
+
+def layers_to_route(text: Path, models: Path, target: str, number: int) -> tuple[int, ...]:
+    """The layers that cost least, measured once on the training text."""
+    import mixdepth
+    from mixdepth.files import read_json, write_json
+    from mixdepth.importance import cheapest
+
+    file = models / f"costs-{target}.json"
+    if not file.exists():
+        model, *_ = mixdepth.load(str(models / "original"))
+        windows = mixdepth.load_corpus(str(text / "train"), str(models / "original")).train.windows(CONTEXT).spread(4)
+        write_json(file, mixdepth.layer_costs(model, windows.batches(4), 0.5, target))
+    return cheapest({int(index): cost for index, cost in read_json(file).items()}, number)
+
+
+def without(model: Any, layers: tuple[int, ...]) -> Any:
+    """The model without these layers."""
+    kept = [layer for index, layer in enumerate(model.model.layers) if index not in layers]
+    for index, layer in enumerate(kept):
+        layer.self_attn.layer_idx = index
+    model.model.layers = type(model.model.layers)(kept)
+    model.config.num_hidden_layers = len(kept)
+    return model
+
+
+def make(name: str, text: Path, models: Path, flops: float) -> Path:
+    """The variant's model, converted and tuned."""
+    import mixdepth
+
+    settings = VARIANTS[name]
+    original = models / "original"
+    if not original.exists():
+        mixdepth.convert("smollm2", original)
+    start = models / (re.sub(r"\W+", "-", name) + "-start")
+    layers = layers_to_route(text, models, settings["target"], settings["choose"]) if "choose" in settings else ()
+    if settings.get("remove"):
+        if not start.exists():
+            model, tokenizer, *_ = mixdepth.load(str(original))
+            without(model, layers).save_pretrained(start)
+            tokenizer.save_pretrained(start)
+    elif "depth" in settings:
+        if not start.exists():
+            depth = mixdepth.DepthConfig(layers=layers, target=settings["target"], **settings["depth"])
+            mixdepth.convert(str(original), start, depth)
+    else:
+        start = original
+    if settings["tune"] is None:
+        return start
+    run = models / (re.sub(r"\W+", "-", name) + f"-tuned-{flops:g}")
+    mixdepth.tune(start, run, corpus=str(text / "train"), flops=flops, **{**TUNING, **settings["tune"]})
+    return run
+
+
+def held_out(model: Any, tokenizer_of: Path, text: Path, domain: str) -> Any:
+    """The evaluation on windows of a held-out folder, all of which is used."""
+    import numpy as np
+
+    import mixdepth
+    from mixdepth.data import Windows
+
+    corpus = mixdepth.load_corpus(str(text / domain), str(tokenizer_of))
+    tokens = np.concatenate([corpus.train.tokens, corpus.validation.tokens])
+    return mixdepth.evaluate(model, Windows(tokens, CONTEXT).spread(WINDOWS).batches(4))
+
+
+def measure(name: str, text: Path, models: Path, flops: float) -> dict[str, Any]:
+    import mixdepth
+
+    folder = make(name, text, models, flops)
+    model, *_ = mixdepth.load(str(folder))
+    depth = VARIANTS[name].get("depth")
+    if VARIANTS[name]["tune"] is None and depth is not None:  # brought down at once
+        windows = mixdepth.load_corpus(str(text / "train"), str(folder)).train.windows(CONTEXT).spread(4)
+        mixdepth.calibrate(model, list(windows.batches(4)), depth["capacity"])
+    run = None if VARIANTS[name]["tune"] is None else mixdepth.Run(folder)
+    spent = {} if run is None else {"flops": run.result["flops"], "tokens": run.result["tokens"]}
+    line: dict[str, Any] = {"name": name, "budget": flops, **spent}
+    for domain in ("prose", "python"):
+        found = held_out(model, models / "original", text, domain)
+        line[domain] = {
+            "loss": found.loss,
+            "lookahead_loss": found.lookahead_loss,
+            "rows": [row.loss for row in found.rows],
+            "capacity": [round(layer.capacity, 4) for layer in found.layers.values()],
+        }
+    return line
+
+
+# --- speed ---
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values that the cache holds."""
+    held = 0
+    for layer in cache.layers:
+        held += layer.num_bytes() if hasattr(layer, "num_bytes") else layer.keys.nbytes + layer.values.nbytes
+    return held
+
+
+def speed(names: list[str], text: Path, models: Path, flops: float, repeats: int = 7, new_tokens: int = 32) -> None:
+    """Sample from all models in turn, after prompts of 64 held-out tokens."""
+    import numpy as np
+    import torch
+
+    import mixdepth
+
+    loaded = {name: mixdepth.load(str(make(name, text, models, flops))).model for name in names}
+    corpus = mixdepth.load_corpus(str(text / "prose"), str(models / "original"))
+    lines: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for batch_size in (1, 8):
+        ids = torch.from_numpy(np.asarray(corpus.train.tokens[: batch_size * 64]).astype(np.int64)).view(batch_size, 64)
+
+        def sample(model: Any, ids: Any = ids) -> tuple[float, int]:
+            """Tokens per second after the first, which comes with the prompt, and the cache's bytes."""
+            times: list[float] = []
+            torch.manual_seed(0)
+            out = model.generate(
+                ids,
+                max_new_tokens=new_tokens + 1,
+                min_new_tokens=new_tokens + 1,
+                do_sample=True,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                stopping_criteria=[lambda ids, _: times.append(time.perf_counter()) or torch.zeros(len(ids)).bool()],
+            )
+            return len(ids) * new_tokens / (times[-1] - times[0]), cache_bytes(out.past_key_values)
+
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for repeat in range(repeats + 1):
+            for name, model in loaded.items():
+                tokens_per_second, held = sample(model)
+                if repeat:  # the first one warms up
+                    found[name].append(tokens_per_second)
+                lines[name][f"cache bytes at {batch_size}"] = held
+        for name in names:
+            ratios = [a / b for a, b in zip(found[name], found[names[0]], strict=True)]
+            lines[name][f"tokens/s at {batch_size}"] = median(found[name])
+            lines[name][f"speed-up at {batch_size}"] = [median(ratios), min(ratios), max(ratios)]
+    for name, line in lines.items():
+        append({"name": name, "budget": flops, "speed": line})
+
+
+# --- what was measured ---
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def append(line: dict[str, Any]) -> None:
+    with open(RESULTS, "a") as file:
+        file.write(json.dumps({**line, "machine": describe()}) + "\n")
+
+
+def table(flops: float) -> None:
+    """The losses, against the original and against the original tuned alike, and the speeds."""
+    from mixdepth.evaluation import interval
+
+    losses = {line["name"]: line for line in read() if "prose" in line and line["budget"] == flops}
+    speeds = {line["name"]: line["speed"] for line in read() if "speed" in line and line["budget"] == flops}
+    header(
+        *("variant", "prose", "Python", "prose, to the original", "Python, to the original"),
+        *("both, to the original tuned alike", "realised", "tokens/s at 1", "at 8", "cache"),
+    )
+    original, tuned = losses["original"], losses.get("original, tuned")
+    for name, line in losses.items():
+        cells: list[str] = [f"{line[domain]['loss']:.4f}" for domain in ("prose", "python")]
+        for domain in ("prose", "python"):
+            cells.append(f"{line[domain]['loss'] / original[domain]['loss'] - 1:+.1%}")
+        if tuned is not None:
+            both = [line[d]["loss"] / tuned[d]["loss"] - 1 for d in ("prose", "python")]
+            pairs = [
+                b / t - 1 for d in ("prose", "python") for b, t in zip(line[d]["rows"], tuned[d]["rows"], strict=True)
+            ]
+            span = interval(pairs, [1.0] * len(pairs))
+            cells.append(f"{sum(both) / 2:+.1%}" + ("" if span.low is None else f" (± {span.mean - span.low:.1%})"))
+        taken = line["prose"]["capacity"]
+        cells.append(f"{sum(taken) / len(taken):.0%}" if taken else "")
+        quick = speeds.get(name)
+        if quick is None:
+            cells += ["", "", ""]
+        else:
+            for size in (1, 8):
+                middle, low, high = quick[f"speed-up at {size}"]
+                cells.append(f"{quick[f'tokens/s at {size}']:.1f}, x {middle:.2f} ({low:.2f} to {high:.2f})")
+            cells.append(f"{quick['cache bytes at 1'] / speeds['original']['cache bytes at 1']:.0%}")
+        row(name, *cells)
+
+
+def main(text: Path, flops: float, only: list[str] | None, models: Path) -> None:
+    for name in only or VARIANTS:
+        if not any(line["name"] == name and line["budget"] == flops and "prose" in line for line in read()):
+            line = measure(name, text, models, flops)
+            append(line)
+            print(name, {domain: round(line[domain]["loss"], 4) for domain in ("prose", "python")}, flush=True)
+
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    if options.prepare:
+        prepare(options.text)
+    elif options.table:
+        table(options.flops)
+    elif options.speed:
+        speed(options.only or [*VARIANTS], options.text, options.models, options.flops)
+    else:
+        main(options.text, options.flops, options.only, options.models)
