@@ -1,5 +1,11 @@
 """Mixture-of-Depths for PyTorch and Hugging Face transformers."""
 
+# ruff: noqa: E402
+import logging
+
+# Where bitsandbytes is installed, transformers imports it, and on a CPU it warns of a kernel that nobody asked for.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 from mixdepth.adapters import lora_config
 from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig

@@ -165,7 +165,7 @@ def calibrate(
     batches = list(batches)
     if not batches:
         raise ValueError("there is nothing to calibrate on: batches is empty")
-    if not any(_has_threshold(router) for router in choosers(model)):
+    if not has_thresholds(model):
         raise ValueError(f"no router of the model has a threshold to set (scheme={model.depth_config.scheme!r})")
     old_capacity, old_thresholds = model.depth_config.capacity, [r.threshold.clone() for r in choosers(model)]
     is_ready = not any(router.estimates and router.threshold.isnan().any() for router in choosers(model))
@@ -173,15 +173,7 @@ def calibrate(
     try:
         if capacity is not None:
             set_capacity(model, capacity)
-        for router in choosers(model):
-            router.threshold.nan_to_num_(0.0)
-        with evaluating(model):
-            for index, router in _in_order(model):
-                scores, num_tokens = _scores(model, batches, index, router)  # (A or 1, tokens)
-                assert router.capacity is not None
-                if scores.numel():  # else nobody gets there
-                    cut = _cut(scores, slots(router.capacity, num_tokens))
-                    router.threshold.copy_(cut.view(router.threshold.shape))
+        set_thresholds(model, batches)
         return Calibration(before, evaluate(model, batches))
     except BaseException:
         for router, threshold in zip(choosers(model), old_thresholds, strict=True):
@@ -189,6 +181,25 @@ def calibrate(
         if capacity is not None and model.depth_routers:
             set_capacity(model, old_capacity)
         raise
+
+
+@torch.no_grad()
+def set_thresholds(model: RoutedCausalLM, batches: list[Batch]) -> None:
+    """Set the threshold of each layer to where the configured share of these batches lies above it."""
+    for router in choosers(model):
+        router.threshold.nan_to_num_(0.0)
+    with evaluating(model):
+        for index, router in _in_order(model):
+            scores, num_tokens = _scores(model, batches, index, router)  # (A or 1, tokens)
+            assert router.capacity is not None
+            if scores.numel():  # else nobody gets there
+                cut = _cut(scores, slots(router.capacity, num_tokens))
+                router.threshold.copy_(cut.view(router.threshold.shape))
+
+
+def has_thresholds(model: Any) -> bool:
+    """Whether there is something to calibrate."""
+    return isinstance(model, RoutedCausalLM) and any(_has_threshold(router) for router in choosers(model))
 
 
 @contextmanager

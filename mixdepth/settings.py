@@ -38,6 +38,7 @@ TUNE_DEFAULTS: dict[str, Any] = {
     "capacity_steps": 0.5,
     "router_learning_rate": 10.0,
     "predictor_learning_rate": 10.0,
+    "calibrate": 4,
     "eval_windows": 64,
 }
 """Where tuning a pretrained model differs from training a fresh one: its weights are near where they should be, its
@@ -150,6 +151,10 @@ class TrainConfig:
     """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; below 1 it is a share of
     all steps; 0 starts at the target."""
 
+    calibrate: int = 0
+    """Windows of the training text on which thresholds are set when training ends, so that causal routing takes the
+    share that it should; 0 leaves them as they were learned. Not counted as FLOPs."""
+
     seed: int = 0
     """Of weights and of the order of the windows."""
 
@@ -186,7 +191,7 @@ class TrainConfig:
         for name in ("micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        for name in ("num_experts", "seed"):
+        for name in ("num_experts", "seed", "calibrate"):
             check_integer(name, getattr(self, name), minimum=0)
         self._check_number("capacity_steps", positive=False)
         if self.capacity_steps >= 1 and self.capacity_steps != int(self.capacity_steps):

@@ -19,6 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 import mixdepth
 from mixdepth.card import write_card
 from mixdepth.data import Corpus, collate, load_corpus
+from mixdepth.evaluation import has_thresholds, set_thresholds
 from mixdepth.files import tell, write_json
 from mixdepth.flops import find_shape
 from mixdepth.hf import route
@@ -120,6 +121,10 @@ def _train(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     else:  # all that is missing is the end
         trainer.restore(checkpoint)
+    if config.calibrate and has_thresholds(model):
+        tell("calibrating")
+        text = corpus.train.windows(config.context).spread(config.calibrate)
+        set_thresholds(model, [batch.to(state.device) for batch in text.batches(args.per_device_eval_batch_size)])
     if start.adapter is not None:
         if state.is_main_process:
             with writing(run.folder):

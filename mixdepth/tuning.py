@@ -36,7 +36,7 @@ def tune(
         raise ValueError(
             f"{name!r} is routed at capacity 1, and no {CONVERSION} says where it is to come down to: give a capacity"
         )
-    usual = {k: v for k, v in TUNE_DEFAULTS.items() if depth is not None or k not in ("capacity_steps",)}
+    usual = {k: v for k, v in TUNE_DEFAULTS.items() if depth is not None or k != "capacity_steps"}
     name = name if smollm2.is_meant(name) or not Path(name).exists() else absolute(name)
     return train(out, TrainConfig.from_dict({**usual, **settings, "model": name, "depth": depth}))
 

@@ -17,7 +17,7 @@ import mixdepth
 from mixdepth.hf.architectures import EXPERTS, HALVES
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.routing import Route, slots
+from mixdepth.routing import Route, WholeRoute, slots
 
 VARIANTS = {
     "default": {},
@@ -145,8 +145,8 @@ def dense_and_routed(architecture, variant, dtype):
 def test_1_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architecture, variant, dtype, monkeypatch):
     model, model_routed = dense_and_routed(architecture, variant, dtype)
     blends = []
-    blend = Route.blend
-    monkeypatch.setattr(Route, "blend", lambda self, x, y: blends.append(1) or blend(self, x, y))
+    for kind in (Route, WholeRoute):
+        monkeypatch.setattr(kind, "blend", counting(kind.blend, blends))
     ids = token_ids()
     for training in (False, True):
         torch.manual_seed(0)  # PhiMoE draws its experts in training
@@ -157,6 +157,10 @@ def test_1_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architectu
         assert len(blends) == NUM_LAYERS  # it took the way of every other capacity
     with mixdepth.lookahead(model_routed.eval()), lookahead_if_routed(model.eval()):
         assert torch.equal(model_routed(ids).logits, model(ids).logits)
+
+
+def counting(blend, blends):
+    return lambda self, x, y: blends.append(1) or blend(self, x, y)
 
 
 def lookahead_if_routed(model):
@@ -344,7 +348,7 @@ def test_1_unroute_gives_the_plain_model_back(architecture, variant):
     model = routed(plain, torch.float32, **ALL_VARIANTS[variant])
     back = mixdepth.unroute(model)
     assert type(back) is type(plain)
-    assert back.config.to_dict() == plain.config.to_dict()
+    assert back.config.to_dict() == {**plain.config.to_dict(), "architectures": [type(plain).__name__]}
     assert list(back.state_dict()) == list(plain.state_dict())
     assert [type(module) for module in back.modules()] == [type(module) for module in plain.modules()]
     assert (back._no_split_modules, back._keep_in_fp32_modules_strict) == (

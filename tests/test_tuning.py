@@ -155,7 +155,15 @@ def test_a_model_that_has_come_down_goes_on_from_there(converted, corpus, tmp_pa
 
 
 def test_an_unfinished_run_of_adapters_can_be_used(converted, corpus, tmp_path, capsys):
-    settings = {**TUNING, "corpus": corpus, "steps": 8, "save_every": 4, "method": "lora", "capacity_steps": 0}
+    settings = {
+        **TUNING,
+        "corpus": corpus,
+        "steps": 8,
+        "save_every": 4,
+        "method": "lora",
+        "capacity_steps": 0,
+        "calibrate": 0,
+    }
     run = mixdepth.tune(converted, tmp_path / "tuned", **settings)
     expected = mixdepth.load(str(run.folder)).model(token_ids()).logits
     (run.folder / "result.json").unlink()

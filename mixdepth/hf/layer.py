@@ -164,7 +164,7 @@ class RoutedLayer(Mixin):
         if router is None:
             assert before is not None
             return before
-        if before is not None and before.route is None:  # nobody is left
+        if before is not None and before.route is None and not depth.output_routes:  # nobody is left
             choice = before
         else:
             choice = self._decide(router, x, real, depth, None if before is None else before.chosen)
