@@ -170,7 +170,8 @@ def make(name: str, text: Path, models: Path, flops: float) -> Path:
     if settings["tune"] is None:
         return start
     run = models / (re.sub(r"\W+", "-", name) + f"-tuned-{flops:g}")
-    mixdepth.tune(start, run, corpus=str(text / "train"), flops=flops, **{**TUNING, **settings["tune"]})
+    if not (run / "result.json").exists():
+        mixdepth.tune(start, run, corpus=str(text / "train"), flops=flops, **{**TUNING, **settings["tune"]})
     return run
 
 
