@@ -128,7 +128,7 @@ def layers_to_route(text: Path, models: Path, target: str, number: int) -> tuple
     from mixdepth.files import read_json, write_json
     from mixdepth.importance import cheapest
 
-    file = models / f"costs-{target}.json"
+    file = RESULTS.with_name(f"smollm-{target}.json")
     if not file.exists():
         model, *_ = mixdepth.load(str(models / "original"))
         windows = mixdepth.load_corpus(str(text / "train"), str(models / "original")).train.windows(CONTEXT).spread(4)
