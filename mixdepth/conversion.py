@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mixdepth.card import write_card
@@ -136,6 +135,5 @@ def choose_layers(model: Any, depth: DepthConfig, batches: Iterable[Tensor]) -> 
     if not isinstance(depth.capacity, float):
         raise ValueError("choose='auto' needs one capacity for all layers, not a list")
     number = len(depth.routed_layers(len(decoder_layers(model))))
-    with torch.no_grad():
-        costs = layer_costs(model, batches, depth.capacity, depth.target)
+    costs = layer_costs(model, batches, depth.capacity, depth.target)
     return replace(depth, layers=cheapest(costs, number), every=2, first=None), costs

@@ -56,9 +56,7 @@ def start_from(config: TrainConfig) -> Start:
     adapter = adapted(model, config.lora_rank) if config.method == "lora" else None
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"method={config.method!r} has nothing to train: no loss reaches routers with gate={config.depth.gate!r}"
-            if config.depth
-            else f"method={config.method!r} has nothing to train"
+            f"method={config.method!r} has nothing to train: no loss reaches the routers of {config.model!r}"
         )
     return Start(model, capacity, adapter, teacher, loaded.tokenizer)
 

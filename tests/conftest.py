@@ -9,6 +9,7 @@ os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), 
 import pytest
 import torch
 import transformers
+from corpora import documents, write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +17,12 @@ def _same_every_time() -> None:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus of about 1,250 windows, and a cache of its own."""
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXDEPTH_CACHE", str(folder / "cache"))
+        yield write_folder(folder / "texts", documents())

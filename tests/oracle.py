@@ -17,6 +17,7 @@ from torch import Tensor
 from mixdepth.experts import ExpertLoad
 from mixdepth.hf.layer import DepthContext, HalvesLayer, RoutedExperts, RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.router import Router
 from mixdepth.routing import Route, gaussian
 
 
@@ -112,7 +113,7 @@ class OracleLayer(RoutedLayer):
         candidates = real if self.depth_exit is None else depth.alive[self.depth_exit][0]
         if router.scheme == "early_exit":
             depth.alive[self.depth_index] = (picks, weights)
-        scores = torch.stack([torch.stack([router.projection.weight[0] @ token for token in row]) for row in x])
+        scores = torch.stack([torch.stack([score(router, token) for token in row]) for row in x])
         guesses = None if router.predictor is None else router.predictor(x)
         dropped = torch.zeros(len(x), dtype=torch.long)
         if router.scheme == "token_choice" and router.capacity < 1:
@@ -132,7 +133,7 @@ class OracleLayer(RoutedLayer):
         else:
             candidates = real
         k = k_of(router.capacity, len(real))
-        scores = {token: (router.projection.weight[0] @ x[token]).item() for token in candidates}
+        scores = {token: score(router, x[token]).item() for token in candidates}
         if router.scheme == "random":
             for token in candidates:
                 position = torch.tensor(real.index(token))
@@ -156,14 +157,21 @@ class OracleLayer(RoutedLayer):
         return chosen, {token: self.weigh(x[token]) for token in chosen}
 
     def weigh(self, token: Tensor) -> Tensor | float:
-        score = self.depth_router.projection.weight[0] @ token
+        raw = score(self.depth_router, token)
         return {
-            "raw": score,
-            "sigmoid": 1 / (1 + torch.exp(-score)),
-            "tanh": torch.tanh(score),
-            "unit": 1 + torch.tanh(score),
+            "raw": raw,
+            "sigmoid": 1 / (1 + torch.exp(-raw)),
+            "tanh": torch.tanh(raw),
+            "unit": 1 + torch.tanh(raw),
             "one": 1.0,
         }[self.depth_router.gate]
+
+
+def score(router: Router, token: Tensor) -> Tensor:
+    """The router's score of one token (D,)."""
+    if router.router_input == "normed":
+        token = token / (token * token).mean().sqrt()
+    return router.projection.weight[0] @ token
 
 
 def visible_mask(allowed: Tensor, visible: Tensor, additive: bool, x: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """Pretrained models: converted to the bit, layers chosen by what they cost, and back."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from corpora import call, documents, write_folder
+from corpora import call
 from tiny import dense, token_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,14 +17,6 @@ from mixdepth.importance import cheapest
 from mixdepth.tokens import byte_tokenizer
 
 UNIT = mixdepth.DepthConfig(capacity=0.5, gate="unit", router_input="normed")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    os.environ["MIXDEPTH_CACHE"] = str(folder / "cache")
-    yield write_folder(folder / "texts", documents())
-    del os.environ["MIXDEPTH_CACHE"]
 
 
 @pytest.fixture(scope="module")

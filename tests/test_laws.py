@@ -25,6 +25,7 @@ VARIANTS = {
     "tanh": {"gate": "tanh"},
     "unit": {"gate": "unit"},
     "one": {"gate": "one"},
+    "normed": {"router_input": "normed", "causal": "threshold"},
     "aux_loss": {"causal": "aux_loss"},
     "aux_loss-unit": {"causal": "aux_loss", "gate": "unit"},
     "linear-predictor": {"predictor_width": 0.0},

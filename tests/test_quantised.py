@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import mixdepth
+from mixdepth.tokens import byte_tokenizer
 
 BITS = {
     "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -19,7 +20,7 @@ every_width = pytest.mark.parametrize("bits", BITS)
 
 @pytest.fixture
 def folder(tmp_path):
-    dense(**WIDE).save_pretrained(tmp_path / "dense")
+    dense(vocab_size=256, **WIDE).save_pretrained(tmp_path / "dense")
     return tmp_path / "dense"
 
 
@@ -34,12 +35,21 @@ def test_a_quantised_model_is_routed_without_a_change_and_comes_back(bits, folde
     ids = token_ids()
     expected = model(ids).logits
     flops = mixdepth.count_flops(model, 20).total
-    assert flops == mixdepth.count_flops(dense(**WIDE), 20).total  # packed weights do the same work
+    assert flops == mixdepth.count_flops(dense(vocab_size=256, **WIDE), 20).total  # packed weights do the same work
     model = mixdepth.route(model, capacity=1.0, gate="unit", init_std=0.0, router_input="normed")
     assert is_full_precision(model)
     assert torch.equal(model(ids).logits, expected)
     plain = mixdepth.unroute(model)
     assert torch.equal(plain(ids).logits, expected)
+
+
+def test_a_quantised_folder_is_not_converted(folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=BITS["8bit"]).save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    sentence = "is quantised: start from the original, and quantise the result as it is loaded"
+    with pytest.raises(ValueError, match=sentence):
+        mixdepth.convert(str(tmp_path / "small"), tmp_path / "mod", mixdepth.DepthConfig(gate="unit"))
+    assert not (tmp_path / "mod").exists()
 
 
 @every_width

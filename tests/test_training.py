@@ -23,15 +23,6 @@ from mixdepth.trainer import DepthTrainer
 from mixdepth.training import make_model, with_shape
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A corpus of about 1,250 windows, and a cache of its own."""
-    folder = tmp_path_factory.mktemp("corpus")
-    os.environ["MIXDEPTH_CACHE"] = str(folder / "cache")
-    yield write_folder(folder / "texts", documents())
-    del os.environ["MIXDEPTH_CACHE"]
-
-
 def weights(run):
     return (run / "model.safetensors").read_bytes()
 

@@ -1,11 +1,11 @@
 """Tuning: down in capacity from the pretrained model's own loss, by routers, adapters or all weights."""
 
-import os
+import json
 
 import peft
 import pytest
 import torch
-from corpora import call, documents, flags, write_folder
+from corpora import call, documents, flags
 from safetensors.torch import load_file
 from tiny import dense, routed, token_ids
 from transformers import AutoModelForCausalLM
@@ -17,14 +17,6 @@ from mixdepth.router import choosers
 from mixdepth.tokens import byte_tokenizer
 
 TUNING = {"context": 32, "batch_size": 4, "log_every": 1, "eval_windows": 8}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    os.environ["MIXDEPTH_CACHE"] = str(folder / "cache")
-    yield write_folder(folder / "texts", documents())
-    del os.environ["MIXDEPTH_CACHE"]
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +178,34 @@ def test_a_finished_run_needs_its_start_no_more(pretrained, corpus, tmp_path):
     (tmp_path / "moved/conversion.json").unlink()
     with pytest.raises(ValueError, match=r"is routed at capacity 1, and no conversion.json says where it is to come"):
         mixdepth.tune(tmp_path / "moved", tmp_path / "other", corpus=corpus, steps=2, **TUNING)
+
+
+def test_tuning_ends_with_thresholds_at_the_share_that_was_meant(pretrained, corpus, tmp_path):
+    """In a few steps a running threshold does not get there by itself."""
+    depth = mixdepth.DepthConfig(capacity=0.25, gate="unit", router_input="normed", causal="threshold")
+    mixdepth.convert(pretrained, tmp_path / "mod", depth)
+    text = list(mixdepth.load_corpus(corpus, pretrained).train.windows(32).spread(64).batches(16))
+    off = {}
+    for windows in (0, 64):
+        run = mixdepth.tune(
+            tmp_path / "mod", tmp_path / f"tuned-{windows}", corpus=corpus, steps=6, calibrate=windows, **TUNING
+        )
+        found = mixdepth.evaluate(mixdepth.load(str(run.folder)).model, text)
+        off[windows] = max(abs(layer.capacity - 0.25) for layer in found.layers.values())
+    assert off[64] < 0.001
+    assert off[0] > 0.01
+
+
+def test_a_run_of_a_version_that_knew_fewer_settings_goes_on(corpus, tmp_path):
+    settings = {**TUNING, "corpus": corpus, "steps": 2, "layers": 2, "width": 32, "learning_rate": 1e-3}
+    run = mixdepth.train(tmp_path / "run", **settings)
+    about = json.loads((run.folder / "run.json").read_text())
+    for name in ("calibrate", "method", "distill"):
+        del about["settings"][name]
+    del about["settings"]["depth"]["router_input"]
+    about["settings"]["depth"]["version"] = 2
+    (run.folder / "run.json").write_text(json.dumps(about))
+    assert mixdepth.train(tmp_path / "run", **settings).result == run.result
 
 
 def test_the_chat_template_comes_along(converted, corpus, tmp_path):
