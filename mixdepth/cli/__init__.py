@@ -1,0 +1,45 @@
+"""The command line: verbs to functions; what a verb needs is imported by the verb.
+
+`models` has the verbs that make and use models, `study` those of the comparison at equal FLOPs, `show` those that
+show and measure; `flags` makes flags of settings.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from mixdepth.cli import models, show, study
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mixdepth", description="Mixture-of-Depths transformers on PyTorch and Hugging Face."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    verbs = parser.add_subparsers(dest="verb", metavar="verb")
+    for add in (show.add_demo, *models.VERBS, study.add_isoflop):
+        add(verbs)
+    options = vars(parser.parse_args(arguments))
+    if options.pop("version"):
+        from mixdepth import __version__
+
+        print(f"mixdepth {__version__}")
+        return 0
+    if options.pop("verb") is None:
+        parser.print_help()
+        return 2
+    run = options.pop("run")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # ours is the only one
+    try:
+        run(**options)
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mixdepth: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mixdepth: stopped; what was finished is kept", file=sys.stderr)
+        return 130
+    return 0
