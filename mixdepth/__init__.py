@@ -19,11 +19,13 @@ from mixdepth.generation import generate
 from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures, unroute
 from mixdepth.importance import layer_costs
 from mixdepth.loading import load
+from mixdepth.report.page import write_page
 from mixdepth.routed import Routed, routing_loss
 from mixdepth.router import Router, lookahead, update_routers
 from mixdepth.routing import Route
 from mixdepth.run import Run
 from mixdepth.settings import TrainConfig
+from mixdepth.trace import Trace, trace
 from mixdepth.training import train
 from mixdepth.tuning import tune
 
@@ -44,6 +46,7 @@ __all__ = [
     "Routed",
     "Router",
     "Run",
+    "Trace",
     "TrainConfig",
     "UpdateRouters",
     "calibrate",
@@ -62,8 +65,10 @@ __all__ = [
     "routing_loss",
     "set_capacity",
     "supported_architectures",
+    "trace",
     "train",
     "tune",
     "unroute",
     "update_routers",
+    "write_page",
 ]

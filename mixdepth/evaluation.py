@@ -128,7 +128,7 @@ def _evaluate(model: Any, batches: Iterable[Batch]) -> Evaluation:
     table = torch.cat(rows).cpu()  # (N, 3)
     table = table[table[:, 2] > 0]
     loss, ahead_loss = (table[:, :2] * table[:, 2:]).sum(0) / table[:, 2].sum()
-    layers = {index: _layer_routing(*values.tolist()) for index, values in counts.items()}
+    layers = {index: layer_routing(*values.tolist()) for index, values in counts.items()}
     loads = {index: (values[:-1] / values[-1]).tolist() for index, values in taken.items()}
     return Evaluation(loss.item(), ahead_loss.item(), layers, loads, tuple(Row(*row) for row in table.tolist()))
 
@@ -257,12 +257,18 @@ def _in_order(model: RoutedCausalLM) -> Iterable[tuple[int, Chooser]]:
 
 def _counts(route: Route, capacity: float) -> Tensor:
     """(4,): tokens that were chosen, that top-k would choose, both, and real ones."""
-    k = slots(capacity, route.real.sum(1))
-    best = top_k(route.logits.masked_fill(~route.candidates, -torch.inf), k) & route.candidates
+    best = top_of_same_scores(route, capacity)
     return torch.stack([route.mask.sum(), best.sum(), (route.mask & best).sum(), route.real.sum()]).double()
 
 
-def _layer_routing(chosen: float, best: float, both: float, real: float) -> LayerRouting:
+def top_of_same_scores(route: Route, capacity: float) -> Tensor:
+    """(B, T) bool: what look-ahead would choose by the scores of this route."""
+    k = slots(capacity, route.real.sum(1))
+    return top_k(route.logits.masked_fill(~route.candidates, -torch.inf), k) & route.candidates
+
+
+def layer_routing(chosen: float, best: float, both: float, real: float) -> LayerRouting:
+    """From the tokens that were chosen, that top-k would choose, both, and all real ones."""
     return LayerRouting(chosen / max(real, 1), both / max(chosen, 1), both / max(best, 1))
 
 

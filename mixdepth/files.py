@@ -18,7 +18,7 @@ def write_json(path: str | Path, value: Any) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write aside, then rename: whoever reads the file reads all of it."""
     aside = Path(f"{path}.part")
-    with open(aside, "w") as file:
+    with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -27,7 +27,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
     except ValueError as error:

@@ -1,6 +1,7 @@
 """`generate`: text from a run, a folder or a model of the hub, and the routes that its tokens took."""
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from transformers import TextStreamer
 
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import load
+from mixdepth.tokens import pieces
 
 COLOURS = (240, 67, 37, 35, 70, 142, 208, 196)
 """Of a terminal with 256 colours, from tokens that skipped all routed layers to those that took them all."""
@@ -25,6 +27,9 @@ class Text(NamedTuple):
     depths: tuple[float, ...] | None
     """How many routed layers each piece went through; None without `show_routes`."""
     num_routed: int
+    tokens: tuple[int, ...]
+    num_given: int
+    """How many of the tokens are the prompt's."""
 
     def colour(self) -> str:
         """The text for a terminal, each piece coloured by its depth."""
@@ -87,13 +92,14 @@ def generate(
     depths = _depths(model, ids, mask) if show_routes else None  # (B, T)
     texts = []
     for row, prompt in enumerate(prompts):
-        kept = mask[row]
+        kept, num_prompt = mask[row], int(mask[row, :num_given].sum())
         completion = tokenizer.decode(ids[row, num_given:][kept[num_given:]], skip_special_tokens=True)
         tokens = ids[row][kept].tolist()
-        counts = None if depths is None else depths[row][kept].tolist()
-        pieces, means = _pieces(tokenizer, tokens, counts)
+        found = pieces(tokenizer, tokens)
+        means = None if depths is None else _means(depths[row][kept].tolist(), [length for _, length in found])
         num_routed = len(model.depth_routers) if isinstance(model, RoutedCausalLM) else 0
-        texts.append(Text(prompt, completion, pieces, means, num_routed))
+        whole = tuple(piece for piece, _ in found)
+        texts.append(Text(prompt, completion, whole, means, num_routed, tuple(tokens), num_prompt))
     return texts
 
 
@@ -124,21 +130,10 @@ def _depths(model: RoutedCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> tor
     return torch.stack([route.mask for route in out.routes]).sum(0)
 
 
-def _pieces(
-    tokenizer: Any, ids: list[int], counts: list[int] | None
-) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """The text in pieces that are whole characters, and the mean count of each."""
-    pieces, means, start = [], [], 0
-    for end in range(1, len(ids) + 1):
-        before = tokenizer.decode(ids[max(0, start - 8) : start], skip_special_tokens=True)  # a space may depend on it
-        piece = tokenizer.decode(ids[max(0, start - 8) : end], skip_special_tokens=True).removeprefix(before)
-        if piece.endswith("\ufffd") and end - start < 4 and end < len(ids):
-            continue  # a character whose other bytes are still to come
-        pieces.append(piece)
-        if counts is not None:
-            means.append(sum(counts[start:end]) / (end - start))
-        start = end
-    return tuple(pieces), None if counts is None else tuple(means)
+def _means(values: list[int], lengths: list[int]) -> tuple[float, ...]:
+    """The mean of each run of so many values."""
+    ends = list(itertools.accumulate(lengths))
+    return tuple(sum(values[end - length : end]) / length for end, length in zip(ends, lengths, strict=True))
 
 
 def paint(piece: str, depth: float, num_routed: int) -> str:

@@ -64,6 +64,32 @@ def bpe_size(name: str, size: str) -> int:
     return int(size)
 
 
+def pieces(tokenizer: Any, ids: list[int]) -> list[tuple[str, int]]:
+    """The text in pieces that are whole characters, each with the number of tokens that it is made of."""
+    found, start = [], 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[max(0, start - 8) : start], skip_special_tokens=True)  # a space may depend on it
+        piece = tokenizer.decode(ids[max(0, start - 8) : end], skip_special_tokens=True).removeprefix(before)
+        if piece.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            continue  # a character whose other bytes are still to come
+        found.append((piece, end - start))
+        start = end
+    return found
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """A text for each token. A character of several tokens stands at the first, and dots at the others.
+
+    >>> token_texts(byte_tokenizer(), [104, 195, 169, 0])
+    ['h', 'é', '⋯', '\\x00']
+    """
+    texts: list[str] = []
+    for piece, length in pieces(tokenizer, ids):
+        whole = piece or tokenizer.convert_ids_to_tokens(ids[len(texts)])  # special tokens have no text
+        texts += [whole, *["⋯"] * (length - 1)]
+    return texts
+
+
 def _wrap(tokenizer: Tokenizer) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False

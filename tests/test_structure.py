@@ -45,6 +45,8 @@ ORDER = [
     "compare",
     "tasks",
     "generation",
+    "trace",
+    "report",
     "serving",
     "isoflop",
     "demo",

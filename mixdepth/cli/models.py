@@ -197,10 +197,13 @@ def _add_generate(verbs: Any) -> None:
     generate.add_argument(
         "--show-routes", action="store_true", help="colour each token by how many routed layers it went through"
     )
+    generate.add_argument("--page", metavar="FILE", help="write the first text's routing page too")
     generate.set_defaults(run=_generate)
 
 
-def _generate(model: str, prompts: list[str], greedy: bool, show_routes: bool, **options: Any) -> None:
+def _generate(
+    model: str, prompts: list[str], greedy: bool, show_routes: bool, page: str | None, **options: Any
+) -> None:
     from mixdepth import generate, load
     from mixdepth.generation import legend
 
@@ -215,6 +218,13 @@ def _generate(model: str, prompts: list[str], greedy: bool, show_routes: bool, *
         print(legend(texts[0].num_routed))
     for text in texts[live:]:
         print(("---\n" if len(texts) > 1 else "") + (text.colour() if show_routes else text.prompt + text.completion))
+    if page is not None:
+        from mixdepth.report.page import write_page
+        from mixdepth.trace import trace_tokens
+
+        text = texts[0]
+        whole = {"context": len(text.tokens), "num_given": text.num_given}  # one window, as it was sampled
+        print(write_page(trace_tokens(network, text.tokens, tokenizer, **whole, name=model), page))
 
 
 def _add_serve(verbs: Any) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def add_demo(verbs: Any) -> None:
+def _add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
         help="train a small routed model for a minute and sample from it",
@@ -23,3 +23,39 @@ def _demo(**options: Any) -> None:
     from mixdepth import demo
 
     demo.run(**options)
+
+
+def _add_page(verbs: Any) -> None:
+    page = verbs.add_parser(
+        "page",
+        help="show where each token of a text goes, on one HTML page",
+        description="Routes a text and writes one HTML file that needs no server and no network: the text, every token "
+        "shaded by the routed layers that it went through; the map of layers and tokens; scores, gates and surprise of "
+        "each token; causal routing, look-ahead, and where the two differ.",
+        epilog='example: mixdepth page runs/mod --text "def fibonacci(n):" --out page.html',
+    )
+    page.add_argument("model", help="a run, a checkpoint, a folder, or a name of the hub; it must be routed")
+    page.add_argument("--text", help="the text (default: some that the run has held out)")
+    page.add_argument("--file", help="or a file with the text")
+    page.add_argument("--context", type=int, help="tokens in a window (default: as in training)")
+    page.add_argument("--out", default="page.html", help="the page (default: %(default)s)")
+    page.set_defaults(run=_page)
+
+
+def _page(model: str, text: str | None, file: str | None, context: int | None, out: str) -> None:
+    from pathlib import Path
+
+    from mixdepth.report.page import write_page
+    from mixdepth.trace import trace
+
+    if text is not None and file is not None:
+        raise ValueError(f"give --text or --file, not both: leave out --file {file}")
+    if file is not None:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file!r} is not text in UTF-8 ({error.reason}): give another --file") from error
+    print(write_page(trace(model, text, context=context), out))
+
+
+VERBS = (_add_demo, _add_page)
