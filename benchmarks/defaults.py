@@ -20,7 +20,7 @@ from machine import header, row
 from tqdm import tqdm
 
 import mixdepth
-from mixdepth.demo import batches, byte_llama, stdlib_bytes, windows_of
+from small import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 STEPS, BATCH_SIZE, LENGTH, WIDTH, NUM_LAYERS = 800, 8, 256, 64, 4

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import mixdepth
-from mixdepth.demo import batches, byte_llama, stdlib_bytes, windows_of
+from small import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 BUDGET = 3e12

@@ -22,7 +22,7 @@ def main(repeats: int, batch_size: int) -> None:
     import torch
 
     import mixdepth
-    from mixdepth.demo import byte_llama
+    from small import byte_llama
     from mixdepth.flops import count_flops
 
     torch.manual_seed(0)

@@ -1,89 +1,115 @@
-"""The demo: route a small Llama, train it on the Python standard library's source, sample from it."""
+"""The demo: a dense and a routed model, trained with the same FLOPs on the standard library's source, side by side."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-import mixdepth
-from mixdepth.hf import RoutedCausalLM
-from mixdepth.shape import model_config
-from mixdepth.sources import stdlib_files
+from mixdepth.bench import measure_speed
+from mixdepth.compare import evaluate_runs
+from mixdepth.config import DepthConfig
+from mixdepth.files import read_json, tell, write_json
+from mixdepth.generation import generate
+from mixdepth.loading import load
+from mixdepth.report.summary import Column, summary, write_report
+from mixdepth.run import Run, writing
+from mixdepth.trace import trace
+from mixdepth.training import corpus_of, train
 
-VOCAB_SIZE = 256  # bytes
-
-
-def stdlib_bytes() -> tuple[Tensor, Tensor]:
-    """The standard library's source as bytes, every twentieth file held out: (training, validation)."""
-    texts = [path.read_bytes() for path in stdlib_files()]
-    validation = b"".join(text for i, text in enumerate(texts) if i % 20 == 7)
-    training = b"".join(text for i, text in enumerate(texts) if i % 20 != 7)
-    return _tensor(training), _tensor(validation)
-
-
-def _tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+RESULTS, REPORT = "results.json", "report.html"
+COMMON: dict[str, Any] = {"corpus": "stdlib", "batch_size": 4, "context": 256, "width": 64}
+LAYERS = {"dense": 2, "routed": 4}
+"""As many as make a token cost about the same."""
+PROMPT = "def get_"
+TRACED = 4 * COMMON["context"]
 
 
-def batches(text: Tensor, batch_size: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Random windows of the text, (batch_size, length), without end."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(text) - length, (batch_size,), generator=generator)
-        yield torch.stack([text[start : start + length] for start in starts.tolist()]).long()
+def run(
+    out: str | Path = "demo", flops: float = 3e12, capacity: float = 0.125, every: int = 2, seed: int = 0
+) -> dict[str, Any]:
+    """Train both models, or go on where an earlier call was stopped; evaluate, time and weigh them; write the report.
+
+    All is kept in the folder `out`, and what is there is not done again. Returns the numbers.
+    """
+    depths = {"dense": None, "routed": DepthConfig(capacity=capacity, every=every)}
+    folder = Path(out)
+    runs = {}
+    for kind, depth in depths.items():
+        tell(f"training the {kind} model ({LAYERS[kind]} layers, {flops:.3g} FLOPs)")
+        settings = {**COMMON, "layers": LAYERS[kind], "depth": depth, "flops": flops, "seed": seed}
+        runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=512)
+    results = _Results(folder / RESULTS)
+    results.once("comparison", lambda: _compared(runs))
+    results.once("speed", lambda: _timed(runs))
+    results.once("samples", lambda: _sampled(runs))
+    columns = [_column(kind, runs[kind], results.found) for kind in runs]
+    table = summary(columns)
+    traced = trace(str(runs["routed"].folder), _held_out(runs["routed"]), name="the routed model")
+    report = write_report(folder / REPORT, columns, results.found, list(runs.values()), traced)
+    print(table)
+    print(f"\na sample of the routed model:\n{results.found['samples']['routed']}\n\nthe report: {report}")
+    return results.found
 
 
-def byte_llama(width: int, num_layers: int, length: int) -> Any:
-    """A small dense Llama over bytes."""
-    return AutoModelForCausalLM.from_config(model_config(num_layers, width, VOCAB_SIZE, context=length))
+class _Results:
+    """What was found so far, in a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Any] = read_json(path) if path.exists() else {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> None:
+        if name not in self.found:
+            self.found[name] = make()
+            with writing(self.path):
+                write_json(self.path, self.found)
 
 
-def run(steps: int = 800, capacity: float = 0.125, every: int = 2, seed: int = 0) -> RoutedCausalLM:
-    """Train a small routed model; print its loss, realised capacity and a sample."""
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    torch.manual_seed(seed)
-    length, batch_size, num_layers, peak = 256, 8, 4, 4e-3
-    training, validation = stdlib_bytes()
-    model = mixdepth.route(byte_llama(64, num_layers, length), capacity=capacity, every=every)
-    routed = sorted(model.depth_config.routed_layers(num_layers))
-    print(
-        f"mixdepth {mixdepth.__version__}: a Llama of {model.num_parameters() / 1e6:.2f} M parameters, layers {routed} "
-        f"of {num_layers} routed at capacity {capacity}; {len(training) / 1e6:.1f} MB of Python source"
+def _compared(runs: dict[str, Run]) -> Any:
+    tell("evaluating both, causally, on held-out text")
+    return evaluate_runs([str(run.folder) for run in runs.values()]).to_dict()
+
+
+def _timed(runs: dict[str, Run]) -> Any:
+    tell("timing both in turns: a training step, reading, decoding")
+    models = {kind: load(str(run.folder)).model for kind, run in runs.items()}
+    tokens = corpus_of(runs["dense"].settings).validation.tokens[: 2**16]
+    text = torch.tensor([int(token) for token in tokens])
+    shape = {"train_batch_size": COMMON["batch_size"], "train_context": COMMON["context"]}
+    speeds = measure_speed(**models, text=text, prompts=(64,), new_tokens=64, repeats=7, **shape)
+    return {**speeds.to_dict(), "table": str(speeds)}
+
+
+def _sampled(runs: dict[str, Run]) -> dict[str, str]:
+    options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": True, "temperature": 0.8, "seed": 0}
+    return {kind: PROMPT + generate(str(run.folder), PROMPT, **options)[0].completion for kind, run in runs.items()}
+
+
+def _held_out(run: Run) -> str:
+    corpus = corpus_of(run.settings)
+    text: str = corpus.tokenizer.decode([int(token) for token in corpus.validation.tokens[:TRACED]])
+    return text
+
+
+def _column(kind: str, run: Run, found: dict[str, Any]) -> Column:
+    """One model's numbers."""
+    model = found["comparison"]["models"][[*LAYERS].index(kind)]
+    speeds = {(row["what"], row["batch_size"]): row for row in found["speed"]["rows"]}
+    result = run.result
+    assert result is not None
+    return Column(
+        name=f"{kind}, {LAYERS[kind]} layers",
+        parameters=model["parameters"],
+        flops=result["flops"],
+        tokens=result["tokens"],
+        flops_per_token=model["flops_per_token"],
+        loss=model["loss"],
+        lookahead_loss=model["lookahead_loss"],
+        bits_per_byte=model["bits_per_byte"],
+        difference=model["difference_to_first"],
+        capacities=[layer["capacity"] for layer in model["layers"].values()],
+        training=speeds["training step", COMMON["batch_size"]][kind]["median"],
+        decode={size: speeds["decode", size][kind]["median"] for size in (1, 8)},
+        cache_bytes=speeds["decode", 1]["cache"][kind],
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
-    windows = batches(training, batch_size, length, seed)
-    with tqdm(range(steps), desc="training", unit="step", mininterval=1) as bar:
-        for step in bar:
-            for group in optimizer.param_groups:
-                warm = min(1.0, 20 * (step + 1) / steps)
-                group["lr"] = peak * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-            ids = next(windows)
-            out = model(ids, labels=ids)
-            out.loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.set_postfix_str(f"loss {out.lm_loss.item():.3f}", refresh=False)
-    result = mixdepth.evaluate(model, windows_of(validation, length))
-    ahead = result.lookahead_loss
-    print(f"held-out loss {result.loss:.3f} nats per byte with causal routing ({ahead:.3f} with look-ahead)")
-    realised = " ".join(f"{layer.capacity:.1%}" for layer in result.layers.values())
-    foreseen = " ".join(f"{layer.f1:.2f}" for layer in result.layers.values())
-    print(f"realised capacity {realised} in layers {routed}, configured {capacity:.1%}; F1 against top-k {foreseen}")
-    model.eval()
-    prompt = torch.tensor([list(b"def get_")])
-    sample = model.generate(prompt, max_new_tokens=200, do_sample=True, temperature=0.8, pad_token_id=0)
-    print("a sample:\n" + bytes(sample[0].tolist()).decode(errors="replace"))
-    return model
-
-
-def windows_of(text: Tensor, length: int, num_windows: int = 96) -> list[Tensor]:
-    """Evenly spaced windows of the text, in batches (16, length)."""
-    starts = torch.linspace(0, len(text) - length, num_windows).long().tolist()
-    windows = torch.stack([text[start : start + length] for start in starts]).long()
-    return [*windows.split(16)]  # type: ignore[no-untyped-call]
