@@ -46,6 +46,7 @@ ORDER = [
     "tasks",
     "generation",
     "serving",
+    "report",
     "isoflop",
     "demo",
     "cli",
