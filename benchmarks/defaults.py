@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from machine import header, row
+from small import batches, byte_llama, stdlib_bytes, windows_of
 from tqdm import tqdm
 
 import mixdepth
-from small import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 STEPS, BATCH_SIZE, LENGTH, WIDTH, NUM_LAYERS = 800, 8, 256, 64, 4

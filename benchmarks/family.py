@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from machine import header, row
+from small import batches, byte_llama, stdlib_bytes, windows_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import mixdepth
-from small import batches, byte_llama, stdlib_bytes, windows_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 BUDGET = 3e12

@@ -20,9 +20,9 @@ WIDTH, NUM_LAYERS, LENGTH = 512, 8, 512
 
 def main(repeats: int, batch_size: int) -> None:
     import torch
+    from small import byte_llama
 
     import mixdepth
-    from small import byte_llama
     from mixdepth.flops import count_flops
 
     torch.manual_seed(0)

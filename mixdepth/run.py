@@ -63,8 +63,20 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        lines = (self.folder / METRICS).read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]  # what follows the last line's end is being written
+        return self._lines(METRICS)
+
+    @property
+    def timings(self) -> list[dict[str, Any]]:
+        """The lines of timings.jsonl."""
+        return self._lines(TIMINGS)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        try:
+            lines = path.read_text().split("\n") if path.exists() else [""]
+            return [json.loads(line) for line in lines[:-1]]  # what follows the last line's end is being written
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or train anew elsewhere") from error
 
     @contextmanager
     def open(self, about: dict[str, Any]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Rows of text in columns."""
+"""Numbers as one writes them, and rows of text in columns."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,3 +17,13 @@ def columns(rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
         cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def short(number: float) -> str:
+    """As one writes it.
+
+    >>> short(2e9), short(3e13), short(12)
+    ('2e9', '3e13', '12')
+    """
+    digits, _, exponent = f"{number:.3g}".partition("e+")
+    return f"{digits}e{int(exponent)}" if exponent else digits

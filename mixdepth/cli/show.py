@@ -3,6 +3,30 @@
 from typing import Any
 
 
+def _add_plot(verbs: Any) -> None:
+    plot = verbs.add_parser(
+        "plot",
+        help="draw training curves and routing of runs, or loss against speed",
+        description="Draws runs from what they have logged, finished or not, as PNG and SVG: loss against steps, FLOPs "
+        "and time, side by side, and for each routed run what its layers do. Of a JSON file, a list of rows with "
+        "name, loss, tokens_per_second and perhaps low, high (of the speed) and group, it draws loss against speed.",
+        epilog="example: mixdepth plot runs/mod runs/dense --out plots",
+    )
+    plot.add_argument("names", nargs="+", metavar="RUN", help="folders of runs, or one JSON file")
+    plot.add_argument("--out", required=True, help="the folder for the files")
+    plot.add_argument(
+        "--reference", help="of a JSON file, the row for lines at 3 %% more loss and 1.25 times the speed"
+    )
+    plot.set_defaults(run=_plot)
+
+
+def _plot(**options: Any) -> None:
+    from mixdepth.report.plots import plot
+
+    for path in plot(**options):
+        print(path)
+
+
 def _add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
@@ -60,4 +84,4 @@ def _page(model: str, text: str | None, file: str | None, context: int | None, o
     print(write_page(trace(model, text, context=context), out))
 
 
-VERBS = (_add_demo, _add_page)
+VERBS = (_add_demo, _add_page, _add_plot)

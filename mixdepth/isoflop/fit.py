@@ -16,10 +16,10 @@ from mixdepth.compare import evaluate_runs
 from mixdepth.data import HELD_OUT
 from mixdepth.files import read_json, write_json
 from mixdepth.isoflop.curves import MIN_SIZES, Curve, Point
-from mixdepth.isoflop.study import TEST, Cell, Hypothesis, Study, short
+from mixdepth.isoflop.study import TEST, Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import DENSE
 from mixdepth.run import writing
-from mixdepth.table import columns
+from mixdepth.table import columns, short
 
 DRAWS = 2000
 LEVEL = 0.05

@@ -6,8 +6,9 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
-from mixdepth.isoflop.study import Hypothesis, Study, short
+from mixdepth.isoflop.study import Hypothesis, Study
 from mixdepth.isoflop.variants import DENSE, Variant, parse_variant
+from mixdepth.table import short
 
 LOSS_GOAL, EQUAL = 0.015, 0.003
 """The gain over the dense model that we aim at, and what we call equal, as shares of the loss."""

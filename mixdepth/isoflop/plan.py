@@ -24,13 +24,13 @@ from mixdepth.data import Corpus
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.isoflop.hypotheses import hypotheses
-from mixdepth.isoflop.study import STUDY, Cell, Study, short
+from mixdepth.isoflop.study import STUDY, Cell, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.router import update_routers
 from mixdepth.run import writing
 from mixdepth.settings import MAY_DIFFER, NOT_COMMON, STUDY_DEFAULTS, TrainConfig
 from mixdepth.sources import absolute
-from mixdepth.table import columns
+from mixdepth.table import columns, short
 from mixdepth.training import check_windows, corpus_of, default_learning_rate, make_model
 
 CENTRE = 4.5e5

@@ -8,13 +8,10 @@ import numpy as np
 from mixdepth.data import HELD_OUT
 from mixdepth.files import read_json
 from mixdepth.isoflop.fit import fit_file
-from mixdepth.isoflop.study import Study, short
+from mixdepth.isoflop.study import Study
 from mixdepth.isoflop.variants import DENSE
-from mixdepth.run import writing
-
-COLOURS = ("#444444", "#0b6fb8", "#d9822b", "#3a9a5c", "#a04fa8", "#c23b3b", "#7d7d00", "#00808a")
-MARKERS = "osD^vP*X"
-DASHES = ("-", "--", ":", "-.")
+from mixdepth.report.figures import DASHES, FAINT, drawing, look, panels, save
+from mixdepth.table import short
 
 
 def plot(folder: str | Path, split: str = "validation") -> list[Path]:
@@ -30,48 +27,46 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
         raise ValueError(f"{str(path)!r} is damaged: mixdepth isoflop fit {folder} makes it anew")
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
-    look = {name: {"color": COLOURS[i % 8], "marker": MARKERS[i % 8]} for i, name in enumerate(variants)}
+    looks = {name: look(index) for index, name in enumerate(variants)}
     widest = max(budgets, key=lambda budget: sum(curve["budget"] == budget for curve in curves))
     ending = "" if split == "validation" else f"-{split}"
-    drawn = [
-        _save(
-            _variants([curve for curve in curves if curve["budget"] == widest], look, split), study, "variants" + ending
-        )
-    ]
+    at_widest = [curve for curve in curves if curve["budget"] == widest]
+    drawn = [save(_variants(at_widest, looks, split), study.folder, "variants" + ending)]
     if any(len(curve["points"]) > 1 for curve in curves):
-        drawn.append(_save(_budgets(curves, look, split), study, "budgets" + ending))
+        drawn.append(save(_budgets(curves, looks, split), study.folder, "budgets" + ending))
     return [path for paths in drawn for path in paths]
 
 
-def _variants(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
+@drawing
+def _variants(curves: list[dict[str, Any]], looks: dict[str, Any], split: str) -> Any:
     """Fig. 3: all variants at one budget; left the loss, right what a forward pass costs."""
-    figure, (left, right) = _figure(width_ratios=(3, 2))
+    figure, (left, right) = panels(11, 4.6, columns=2, width_ratios=(3, 2))
     for curve in curves:
-        _draw(left, curve, look[curve["variant"]], curve["variant"])
+        _draw(left, curve, looks[curve["variant"]], curve["variant"])
     left.set_title(f"{short(curves[0]['budget'])} training FLOPs")
     _label(left, split)
-    left.legend(frameon=False)
+    left.legend()
     names = [curve["variant"] for curve in curves]
     costs = [curve["best"]["flops_per_token"] / 1e6 for curve in curves]
-    bars = right.barh(names, costs, color=[look[name]["color"] for name in names])
+    bars = right.barh(names, costs, color=[looks[name]["color"] for name in names])
     right.bar_label(bars, [f" {curve['best']['shape']}: {curve['best']['loss']:.4f}" for curve in curves])
     right.invert_yaxis()
     right.margins(x=0.45)
     right.set_xlabel("MFLOPs of a forward pass, for each token")
     right.set_title("The best size of each (layers x width: loss)")
-    right.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _budgets(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> Any:
+@drawing
+def _budgets(curves: list[dict[str, Any]], looks: dict[str, Any], split: str) -> Any:
     """Fig. 4: left the curves at every budget; right both axes relative to the best dense model of the budget."""
-    figure, (left, right) = _figure(width_ratios=(1, 1))
+    figure, (left, right) = panels(11, 4.6, columns=2, width_ratios=(1, 1))
     dense = {curve["budget"]: curve["best"] for curve in curves if curve["variant"] == DENSE}
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     for curve in curves:
         if len(curve["points"]) < 2:
             continue
-        style = look[curve["variant"]] | {"linestyle": DASHES[budgets.index(curve["budget"]) % 4]}
+        style = looks[curve["variant"]] | {"linestyle": DASHES[budgets.index(curve["budget"]) % 4]}
         label = f"{curve['variant']}, {short(curve['budget'])}"
         _draw(left, curve, style, label)
         base = dense.get(curve["budget"])
@@ -80,14 +75,13 @@ def _budgets(curves: list[dict[str, Any]], look: dict[str, Any], split: str) -> 
             loss = [point["loss"] / base["loss"] for point in curve["points"]]
             right.plot(cost, loss, label=label, markersize=5, linewidth=1.2, **style)
     _label(left, split)
-    left.legend(frameon=False, fontsize="small")
-    right.axhline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
-    right.axvline(1, color="#bbbbbb", linewidth=0.8, zorder=0)
+    left.legend(fontsize="small")
+    right.axhline(1, **FAINT)
+    right.axvline(1, **FAINT)
     right.set_xscale("log")
     right.set_xlabel("FLOPs of a forward pass, relative to the best dense model")
     right.set_ylabel("loss, relative to the best dense model")
     right.set_title("Below and left of the cross: better and cheaper")
-    right.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -118,28 +112,3 @@ def _label(axes: Any, split: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("parameters")
     axes.set_ylabel(f"{split} loss, causal (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Any, study: Study, name: str) -> list[Path]:
-    from matplotlib import rc_context
-
-    paths = [study.folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    same_each_time = {"svg.hashsalt": "mixdepth", "svg.fonttype": "none"}  # and words stay words
-    with rc_context(same_each_time), writing(study.folder):
-        for path in paths:
-            aside = path.with_name(f".{path.name}")
-            dated = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(aside, format=path.suffix[1:], dpi=150, metadata=dated)
-            aside.replace(path)
-    return paths
-
-
-def _figure(width_ratios: tuple[int, int]) -> tuple[Any, Any]:
-    """A figure of two panels, which belongs to no window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need Matplotlib: pip install 'mixdepth[study]'") from error
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    return figure, figure.subplots(1, 2, width_ratios=width_ratios)

@@ -135,13 +135,3 @@ class Study(NamedTuple):
             if cell.name == name:
                 return cell
         raise ValueError(f"the study {str(self.folder)!r} has no cell {name!r}; its names are in {STUDY}")
-
-
-def short(number: float) -> str:
-    """As one writes it.
-
-    >>> short(2e9), short(3e13), short(12)
-    ('2e9', '3e13', '12')
-    """
-    digits, _, exponent = f"{number:.3g}".partition("e+")
-    return f"{digits}e{int(exponent)}" if exponent else digits

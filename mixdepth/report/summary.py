@@ -83,8 +83,10 @@ def verdict(models: Sequence[Column]) -> str:
     """The result in a sentence."""
     dense, routed = models
     change = dense.loss / routed.loss - 1
-    quality = "the same loss" if abs(change) < 5e-5 else f"a loss {abs(routed.loss / dense.loss - 1):.2%} " + (
-        "lower" if change > 0 else "higher"
+    quality = (
+        "the same loss"
+        if abs(change) < 5e-5
+        else f"a loss {abs(routed.loss / dense.loss - 1):.2%} " + ("lower" if change > 0 else "higher")
     )
     return (
         f"With the same {dense.flops:.3g} training FLOPs the routed model has {quality} under causal routing "
