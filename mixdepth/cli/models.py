@@ -223,8 +223,11 @@ def _generate(
         from mixdepth.trace import trace_tokens
 
         text = texts[0]
-        whole = {"context": len(text.tokens), "num_given": text.num_given}  # one window, as it was sampled
-        print(write_page(trace_tokens(network, text.tokens, tokenizer, **whole, name=model), page))
+        length = len(text.tokens)  # one window, as it was sampled
+        traced = trace_tokens(
+            network, text.tokens, tokenizer, context=length, num_given=text.num_given, name=model, note=note
+        )
+        print(write_page(traced, page))
 
 
 def _add_serve(verbs: Any) -> None:

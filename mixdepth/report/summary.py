@@ -82,17 +82,14 @@ def write_report(
 def verdict(models: Sequence[Column]) -> str:
     """The result in a sentence."""
     dense, routed = models
-    change = dense.loss / routed.loss - 1
-    quality = (
-        "the same loss"
-        if abs(change) < 5e-5
-        else f"a loss {abs(routed.loss / dense.loss - 1):.2%} " + ("lower" if change > 0 else "higher")
-    )
+    change = routed.loss / dense.loss - 1
+    quality = f"a loss {abs(change):.2%} {'lower' if change < 0 else 'higher'}"
+    speed, size = routed.decode[1] / dense.decode[1], routed.cache_bytes / dense.cache_bytes
     return (
         f"With the same {dense.flops:.3g} training FLOPs the routed model has {quality} under causal routing "
-        f"({routed.loss:.4f} against {dense.loss:.4f} nats per byte), decodes at {routed.decode[1] / dense.decode[1]:.2f} "
-        f"times the dense model's speed, and its cache takes {routed.cache_bytes / dense.cache_bytes:.2f} times the bytes, "
-        f"with {routed.parameters / dense.parameters:.2f} times the parameters."
+        f"({routed.loss:.4f} against {dense.loss:.4f} nats per byte), decodes at {speed:.2f} times the dense model's "
+        f"speed, and its cache takes {size:.2f} times the bytes, with {routed.parameters / dense.parameters:.2f} times "
+        "the parameters."
     )
 
 
