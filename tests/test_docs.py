@@ -87,11 +87,12 @@ mixdepth = 1
 
 @every_page
 def test_the_pages_commands_parse(page, capsys):
+    parser = make_parser()
     for command in commands(page.read_text()):
         arguments = arguments_of(command)
         if arguments is not None:
             try:
-                make_parser().parse_args(arguments)
+                parser.parse_args(arguments)
             except SystemExit:
                 pytest.fail(f"{shlex.join(command)}: {capsys.readouterr().err}")
 
