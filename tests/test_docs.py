@@ -1,17 +1,24 @@
-"""Every code block of the documentation runs, and generated pages are current."""
+"""Every code block of the documentation runs or parses, what it names exists, and generated pages are current."""
 
 import importlib
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+import mixdepth
+from mixdepth.cli import make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_the_pages_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
@@ -19,14 +26,138 @@ def test_the_pages_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch, c
         exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_the_pages_links_lead_to_files(page):
-    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def commands(text):
+    """The commands of a page's code blocks that are not Python, as lists of words."""
+    found = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh") else ():
+            if re.match(r"(mixdepth|torchrun|accelerate|python|make|\w+=\S+) ", line):
+                words = shlex.split(line, comments=True)
+                while "&&" in words:
+                    found.append(words[: words.index("&&")])
+                    words = words[words.index("&&") + 1 :]
+                found.append(words)
+    return found
+
+
+def arguments_of(command):
+    """What a command hands to mixdepth; None if it is another's. `...` stands for what else is needed."""
+    if command[0] == "mixdepth":
+        arguments = command[1:]
+    elif "-m" in command and command[command.index("-m") + 1] == "mixdepth":
+        arguments = command[command.index("-m") + 2 :]
+    else:
+        return None
+    if "..." not in arguments:
+        return arguments
+    return [word for word in arguments if word != "..."] + ["--out", "OUT"] * ("--out" not in arguments)
+
+
+def test_commands_are_found_in_blocks_with_continuations_comments_and_launchers():
+    page = """
+`mixdepth nothing` in a line is no block
+```
+mixdepth eval a \\
+    b   # it's a comment
+mixdepth isoflop run s && mixdepth isoflop fit s
+torchrun --nproc-per-node 2 -m mixdepth train ...
+make demo
+run.json    mixdepth
+```
+```python
+mixdepth = 1
+```
+"""
+    found = commands(page)
+    assert [arguments_of(command) for command in found] == [
+        ["eval", "a", "b"],
+        ["isoflop", "run", "s"],
+        ["isoflop", "fit", "s"],
+        ["train", "--out", "OUT"],
+        None,
+    ]
+    assert found[-1] == ["make", "demo"]
+
+
+@every_page
+def test_the_pages_commands_parse(page, capsys):
+    parser = make_parser()
+    for command in commands(page.read_text()):
+        arguments = arguments_of(command)
+        if arguments is not None:
+            try:
+                parser.parse_args(arguments)
+            except SystemExit:
+                pytest.fail(f"{shlex.join(command)}: {capsys.readouterr().err}")
+
+
+@every_page
+def test_the_pages_make_targets_exist(page):
+    targets = re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for command in commands(page.read_text()):
+        if command[0] == "make":
+            assert set(command[1:]) <= {*targets}, command
+
+
+@every_page
+def test_the_tests_that_a_page_names_exist(page):
+    sources = {path.stem: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    for file, test in re.findall(r"`(?:tests/)?(test_\w+)\.py(?:::(\w+))?`", page.read_text()):
+        assert file in sources, file
+        assert not test or f"def {test}(" in sources[file], test
+    for test in re.findall(r"`(test_\w+)`", page.read_text()):
+        assert any(f"def {test}(" in source for source in sources.values()), test
+
+
+def test_each_row_of_the_papers_table_names_a_test_or_says_why_not():
+    rows = re.findall(r"^\|.*\|.*\|(.*)\|.*\|$", (ROOT / "docs" / "paper.md").read_text(), flags=re.MULTILINE)
+    tests = [cell.strip() for cell in rows if cell.strip() not in ("test", "---")]
+    assert len(tests) > 40
+    for cell in tests:
+        assert cell == "-" or "::test_" in cell or cell.startswith("a measurement: "), cell
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^::: mixdepth\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(mixdepth.__all__)
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == mixdepth.__version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["references"][0]["url"].endswith("2404.02258")
 
 
 @pytest.mark.parametrize("maker", ["make_architectures", "make_family"])
 def test_a_generated_page_is_current(maker):
-    sys.path.insert(0, str(ROOT / "docs"))
-    module = importlib.import_module(maker)
+    module = docs_module(maker)
     assert module.PAGE.read_text() == module.page(), "run make docs"
+
+
+def test_the_pictures_of_concepts_are_current():
+    module = docs_module("make_pictures")
+    for name, draw in module.PICTURES.items():
+        assert (module.FOLDER / f"{name}.svg").read_text(encoding="utf-8") == draw(), "run make docs"
+
+
+def docs_module(name):
+    sys.path.insert(0, str(ROOT / "docs"))
+    return importlib.import_module(name)
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*https?://[^>]*>", page.read_text(encoding="utf-8"))
+        assert not loaded, (page, loaded)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from mixdepth.cli import models, show, study
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line, with all its verbs."""
     parser = argparse.ArgumentParser(
         prog="mixdepth", description="Mixture-of-Depths transformers on PyTorch and Hugging Face."
     )
@@ -20,6 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="verb")
     for add in (*show.VERBS, *models.VERBS, study.add_isoflop):
         add(verbs)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
         from mixdepth import __version__

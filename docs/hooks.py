@@ -1,0 +1,27 @@
+"""What the site needs beyond its pages: the changelog and the log, which lie beside docs/, and links out of it.
+
+mkdocs calls these functions by their names.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+BESIDE = ("CHANGELOG.md", "LOG.md")
+"""Pages of the repository that are pages of the site too."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for name in BESIDE:
+        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links to other files of the repository, which the site does not hold, become their words."""
+    for name in BESIDE:
+        markdown = markdown.replace(f"](../{name})", f"]({name})")
+    return re.sub(r"\[([^][]+)\]\(\.\./[^)]*\)", r"\1", markdown)
