@@ -22,6 +22,7 @@ COMMON: dict[str, Any] = {"corpus": "stdlib", "batch_size": 4, "context": 256, "
 LAYERS = {"dense": 2, "routed": 4}
 """As many as make a token cost about the same."""
 PROMPT = "def get_"
+WINDOWS = 1024
 TRACED = 4 * COMMON["context"]
 
 
@@ -38,7 +39,7 @@ def run(
     for kind, depth in depths.items():
         tell(f"training the {kind} model ({LAYERS[kind]} layers, {flops:.3g} FLOPs)")
         settings = {**COMMON, "layers": LAYERS[kind], "depth": depth, "flops": flops, "seed": seed}
-        runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=512)
+        runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=64)
     results = _Results(folder / RESULTS)
     results.once("comparison", lambda: _compared(runs))
     results.once("speed", lambda: _timed(runs))
@@ -68,7 +69,7 @@ class _Results:
 
 def _compared(runs: dict[str, Run]) -> Any:
     tell("evaluating both, causally, on held-out text")
-    return evaluate_runs([str(run.folder) for run in runs.values()]).to_dict()
+    return evaluate_runs([str(run.folder) for run in runs.values()], windows=WINDOWS).to_dict()
 
 
 def _timed(runs: dict[str, Run]) -> Any:
