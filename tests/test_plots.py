@@ -17,7 +17,7 @@ from mixdepth.cli import main
 from mixdepth.report import plots
 from mixdepth.report.curves import draw_curves
 from mixdepth.report.figures import COLOURS, INK, RAMP
-from mixdepth.report.logs import read_logs, smooth
+from mixdepth.report.logs import Evaluation, read_logs, smooth
 from mixdepth.report.profile import STATISTICS, draw_profile
 from mixdepth.report.speed import as_rows, draw_speed
 
@@ -106,8 +106,17 @@ def test_the_held_out_loss_is_marked_where_it_was_measured_and_look_ahead_stands
     assert [line["step"] for line in found] == [8, 16, 20]
     assert data(earlier) == [[8, 16], [line["validation_loss"] for line in found[:2]]]
     assert data(last) == [[20], [found[2]["validation_loss"]]]
-    low, high = panels[0].get_ylim()
-    assert all(low < line["validation_loss"] < high for line in found)
+
+
+def test_all_held_out_losses_are_in_view_and_the_steep_beginning_of_a_long_run_is_not(runs):
+    (log,) = read_logs([runs / "mod"])
+    low, high = draw_curves([log._replace(loss=1 + 9 / log.steps, evaluations=[])]).axes[0].get_ylim()
+    assert low < 1.15 < 2.5 < high < 4
+    apart = [Evaluation(30, 9.0, 8.0), Evaluation(60, 8.5, 0.5)]
+    low, high = draw_curves([log._replace(evaluations=apart)]).axes[0].get_ylim()
+    assert low < 0.5 < 9.0 < high
+    diverged = draw_curves([log._replace(evaluations=[Evaluation(60, float("nan"), None)])])
+    assert np.isfinite(diverged.axes[0].get_ylim()).all()
 
 
 def test_a_smoothed_line_keeps_what_is_smooth_and_begins_where_it_began():
