@@ -47,6 +47,7 @@ ORDER = [
     "generation",
     "serving",
     "isoflop",
+    "bench",
     "demo",
     "cli",
 ]
