@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     verbs = parser.add_subparsers(dest="verb", metavar="verb")
-    for add in (show.add_demo, *models.VERBS, study.add_isoflop):
+    for add in (show.add_demo, *models.VERBS, show.add_bench, study.add_isoflop):
         add(verbs)
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
