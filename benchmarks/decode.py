@@ -13,10 +13,9 @@ which runs for few of them, saves more than its bytes.
 """
 
 import argparse
-import time
 from typing import Any
 
-from machine import describe, header, median, row, spread
+from machine import describe, header, row
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--repeats", type=int, default=11)
@@ -37,21 +36,12 @@ def set_choice(model: Any, capacity: float) -> None:
             router.predictor.down.bias -= logits.float().quantile(1 - capacity)
 
 
-def cache_bytes(cache: Any) -> tuple[int, int]:
-    """Bytes of the tokens that the cache holds, and all that it has allocated for them."""
-    held = allocated = 0
-    for layer in cache.layers:
-        room = layer.keys.nbytes + layer.values.nbytes
-        held += layer.num_bytes() if hasattr(layer, "num_bytes") else room
-        allocated += room + (layer.columns.nbytes if hasattr(layer, "columns") else 0)
-    return held, allocated
-
-
 def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import mixdepth
+    from mixdepth.bench import Spread, decode_in_turns
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -73,21 +63,6 @@ def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> Non
     set_choice(routed, capacity)
     models = {"dense": dense, "routed": routed}
 
-    def generate(name: str, prompt: Any) -> tuple[float, Any]:
-        """Tokens per second after the first, which comes with the prompt, and the cache."""
-        times = []
-        out = models[name].generate(
-            prompt,
-            max_new_tokens=new_tokens + 1,
-            min_new_tokens=new_tokens + 1,
-            do_sample=True,  # random tokens, so that the choice stays at its share
-            top_k=0,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            stopping_criteria=[lambda ids, scores: times.append(time.perf_counter()) or torch.zeros(len(ids)).bool()],
-        )
-        return len(prompt) * new_tokens / (times[-1] - times[0]), out.past_key_values
-
     layer = sum(p.numel() for n, p in dense.model.layers[0].named_parameters()) * 4
     head = dense.lm_head.weight.nbytes
     print(f"{describe()}\n{dense.num_parameters() / 1e6:.0f} M parameters, fp32, {new_tokens} new tokens each")
@@ -96,31 +71,24 @@ def main(repeats: int, new_tokens: int, capacity: float, vocab_size: int) -> Non
     for batch_size in (1, 8):
         for length in (16, 1000):
             prompt = torch.randint(vocab_size, (batch_size, length))
-            speeds: dict[str, list[float]] = {name: [] for name in models}
-            caches = {}
-            for repeat in range(repeats + 1):  # the first warms up
-                torch.manual_seed(repeat)
-                for name in models:
-                    speed, caches[name] = generate(name, prompt)
-                    speeds[name].append(speed)
-            speeds = {name: values[1:] for name, values in speeds.items()}
-            sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-            seen = caches["routed"].get_seq_length() * batch_size
-            stored = [sum(c.lengths) / seen for c in caches["routed"].layers if hasattr(c, "lengths")]
+            # without top_k tokens are random, so that the choice stays at its share
+            texts = decode_in_turns(models, prompt, new_tokens, repeats, same_text=False, top_k=0)
+            speeds = {name: [text.tokens_per_second for text in found] for name, found in texts.items()}
+            caches = {name: found[-1].cache for name, found in texts.items()}
+            stored = [caches["routed"].stored[i] / caches["dense"].stored[i] for i in routed.deciding_layers]
             realised = sum(stored) / len(stored)
             # bytes that a step must read: all weights that some row passes, and the caches
             any_row = sum(1 - (1 - share) ** batch_size for share in stored)
-            (dense_held, _), (held, allocated) = sizes["dense"], sizes["routed"]
+            dense_held, held, allocated = caches["dense"].held, caches["routed"].held, caches["routed"].allocated
             dense_bytes = NUM_LAYERS * layer + head + dense_held
             routed_bytes = (NUM_LAYERS - len(stored) + any_row) * layer + head + held
             flop_limit = NUM_LAYERS / (NUM_LAYERS - len(stored) + sum(stored))
-            ratios = [fast / slow for fast, slow in zip(speeds["routed"], speeds["dense"], strict=True)]
             row(
                 batch_size,
                 length,
-                f"{median(speeds['dense']):.1f} ({spread(speeds['dense'])})",
-                f"{median(speeds['routed']):.1f} ({spread(speeds['routed'])})",
-                f"{median(ratios):.2f} ({spread(ratios)})",
+                f"{Spread.of(speeds['dense']):.1f}",
+                f"{Spread.of(speeds['routed']):.1f}",
+                f"{Spread.of_ratios(speeds['routed'], speeds['dense']):.2f}",
                 f"{dense_bytes / routed_bytes:.2f}",
                 f"{flop_limit:.2f}",
                 f"{realised:.1%}",

@@ -23,13 +23,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from astropy_iers_data import IERS_B_FILE
-from machine import describe, header, interleave, median, row, spread
+from machine import describe, header, row
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from mixdepth import MixtureOfDepths, Routed
+from mixdepth.bench import Spread, interleave
 from mixdepth.encoder import CausalBlock
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -196,7 +197,7 @@ def table() -> None:
             f"{sum(errors) / len(errors):.1f}",
             f"{min(errors):.1f} - {max(errors):.1f}",
             f"{forward_flops(variant) / 1e6:.1f} M",
-            f"{median(milliseconds):.0f} ({spread(milliseconds)})",
+            f"{Spread.of(milliseconds):.0f}",
             best_learning_rate(variant),
             len(runs),
         )

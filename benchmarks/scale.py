@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
-from machine import describe, header, median, row
+from machine import describe, header, row
 
 SHAPES = ((4, 128), (6, 192), (8, 256), (8, 512))
 STEPS = 8

@@ -18,12 +18,11 @@ import json
 import re
 import subprocess
 import tempfile
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from machine import describe, header, median, row
+from machine import describe, header, row
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text", type=Path, help="the folder of texts")
@@ -213,53 +212,25 @@ def measure(name: str, text: Path, models: Path, flops: float) -> dict[str, Any]
 # --- speed ---
 
 
-def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values that the cache holds."""
-    held = 0
-    for layer in cache.layers:
-        held += layer.num_bytes() if hasattr(layer, "num_bytes") else layer.keys.nbytes + layer.values.nbytes
-    return held
-
-
 def speed(names: list[str], text: Path, models: Path, flops: float, repeats: int = 7, new_tokens: int = 32) -> None:
     """Sample from all models in turn, after prompts of 64 held-out tokens."""
     import numpy as np
     import torch
 
     import mixdepth
+    from mixdepth.bench import Spread, decode_in_turns
 
     loaded = {name: mixdepth.load(str(make(name, text, models, flops))).model for name in names}
     corpus = mixdepth.load_corpus(str(text / "prose"), str(models / "original"))
     lines: dict[str, dict[str, Any]] = {name: {} for name in names}
     for batch_size in (1, 8):
         ids = torch.from_numpy(np.asarray(corpus.train.tokens[: batch_size * 64]).astype(np.int64)).view(batch_size, 64)
-
-        def sample(model: Any, ids: Any = ids) -> tuple[float, int]:
-            """Tokens per second after the first, which comes with the prompt, and the cache's bytes."""
-            times: list[float] = []
-            torch.manual_seed(0)
-            out = model.generate(
-                ids,
-                max_new_tokens=new_tokens + 1,
-                min_new_tokens=new_tokens + 1,
-                do_sample=True,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                stopping_criteria=[lambda ids, _: times.append(time.perf_counter()) or torch.zeros(len(ids)).bool()],
-            )
-            return len(ids) * new_tokens / (times[-1] - times[0]), cache_bytes(out.past_key_values)
-
-        found: dict[str, list[float]] = {name: [] for name in names}
-        for repeat in range(repeats + 1):
-            for name, model in loaded.items():
-                tokens_per_second, held = sample(model)
-                if repeat:  # the first one warms up
-                    found[name].append(tokens_per_second)
-                lines[name][f"cache bytes at {batch_size}"] = held
+        texts = decode_in_turns(loaded, ids, new_tokens, repeats)
+        speeds = {name: [text.tokens_per_second for text in found] for name, found in texts.items()}
         for name in names:
-            ratios = [a / b for a, b in zip(found[name], found[names[0]], strict=True)]
-            lines[name][f"tokens/s at {batch_size}"] = median(found[name])
-            lines[name][f"speed-up at {batch_size}"] = [median(ratios), min(ratios), max(ratios)]
+            lines[name][f"cache bytes at {batch_size}"] = texts[name][-1].cache.held
+            lines[name][f"tokens/s at {batch_size}"] = Spread.of(speeds[name]).median
+            lines[name][f"speed-up at {batch_size}"] = [*Spread.of_ratios(speeds[name], speeds[names[0]])]
     for name, line in lines.items():
         append({"name": name, "budget": flops, "speed": line})
 

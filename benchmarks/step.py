@@ -10,7 +10,7 @@ and AdamW, in fp32 and in bf16 autocast. The limit is the ratio of FLOPs; the go
 import argparse
 import contextlib
 
-from machine import avoid_broken_amx, describe, header, interleave, median, row, spread
+from machine import avoid_broken_amx, describe, header, row
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--repeats", type=int, default=15)
@@ -23,6 +23,7 @@ def main(repeats: int, batch_size: int) -> None:
     from small import byte_llama
 
     import mixdepth
+    from mixdepth.bench import Spread, interleave
     from mixdepth.flops import count_flops
 
     torch.manual_seed(0)
@@ -45,16 +46,16 @@ def main(repeats: int, batch_size: int) -> None:
             optimizers[name].zero_grad()
 
         seconds = interleave({name: (lambda name=name: step(name)) for name in models}, repeats)
-        dense, routed = median(seconds["dense"]), median(seconds["routed"])
-        ratios = [fast / slow for fast, slow in zip(seconds["routed"], seconds["dense"], strict=True)]
+        dense, routed = Spread.of(seconds["dense"]), Spread.of(seconds["routed"])
+        ratio = Spread.of_ratios(seconds["routed"], seconds["dense"])
         row(
             precision,
-            f"{dense:.3f} ({spread(seconds['dense'])})",
-            f"{routed:.3f} ({spread(seconds['routed'])})",
-            f"{median(ratios):.3f} ({spread(ratios)})",
+            f"{dense:.3f}",
+            f"{routed:.3f}",
+            f"{ratio:.3f}",
             f"{flop_ratio:.3f}",
-            f"{median(ratios) / flop_ratio:.3f}",
-            f"{3 * flops['dense'] * batch_size / dense / 1e9:.0f}",
+            f"{ratio.median / flop_ratio:.3f}",
+            f"{3 * flops['dense'] * batch_size / dense.median / 1e9:.0f}",
         )
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe, header, interleave, median, row, spread
+from machine import describe, header, row
 
 PROMPT, NEW_TOKENS, STEPS = 64, 128, 60
 
@@ -66,29 +66,11 @@ def stepper(cell: Any) -> Any:
     return step
 
 
-def decode(model: Any, prompt: Any) -> tuple[float, int]:
-    """Tokens per second after the first, and bytes in the cache."""
-    import torch
-    from decode import cache_bytes
-
-    times: list[float] = []
-    out = model.generate(
-        prompt,
-        max_new_tokens=NEW_TOKENS + 1,
-        min_new_tokens=NEW_TOKENS + 1,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        stopping_criteria=[lambda ids, scores: times.append(time.perf_counter()) or torch.zeros(len(ids)).bool()],
-    )
-    return len(prompt) * NEW_TOKENS / (times[-1] - times[0]), cache_bytes(out.past_key_values)[0]
-
-
 def compare(folder: Path, repeats: int) -> None:
     import torch
 
     import mixdepth
+    from mixdepth.bench import Spread, decode_in_turns, interleave
     from mixdepth.isoflop import Study
     from mixdepth.training import corpus_of
 
@@ -99,28 +81,24 @@ def compare(folder: Path, repeats: int) -> None:
     for budget, pair in best_cells(folder):
         cells = {kind: cell for kind, (cell, _) in pair.items()}
         seconds = interleave({kind: stepper(cell) for kind, cell in cells.items()}, repeats * 5)
-        minutes = {kind: median(seconds[kind]) * cells[kind].steps / 60 for kind in cells}
+        minutes = {kind: Spread.of(seconds[kind]).median * cells[kind].steps / 60 for kind in cells}
         models = {kind: mixdepth.load(str(study.run_of(cell).folder)).model for kind, cell in cells.items()}
         text = corpus_of(mixdepth.TrainConfig.from_dict(cells["dense"].settings)).validation.windows(PROMPT)
         for batch in (1, 8):
             prompt = torch.stack([text[index] for index in range(batch)])
-            speeds: dict[str, list[float]] = {kind: [] for kind in models}
-            sizes = {}
-            for repeat in range(repeats + 1):
-                for kind, model in models.items():
-                    torch.manual_seed(repeat)
-                    speed, sizes[kind] = decode(model, prompt)
-                    speeds[kind].append(speed)
-            ratios = [fast / slow for fast, slow in zip(speeds["routed"][1:], speeds["dense"][1:], strict=True)]
+            texts = decode_in_turns(models, prompt, NEW_TOKENS, repeats, same_text=False, top_k=0)
+            speeds = {kind: [text.tokens_per_second for text in found] for kind, found in texts.items()}
+            speed_up = Spread.of_ratios(speeds["routed"], speeds["dense"])
             for kind, (cell, loss) in pair.items():
-                ratio = f"{median(ratios):.2f} ({spread(ratios)})" if kind == "routed" else ""
+                ratio = f"{speed_up:.2f}" if kind == "routed" else ""
                 name = f"{cell.variant} {cell.shape}"
                 values = [f"{budget:.0e}", name, f"{loss:.4f}", f"{minutes[kind]:.1f}", batch]
-                row(*values, f"{median(speeds[kind][1:]):.0f}", ratio, f"{sizes[kind] / 1024:.0f}")
+                row(*values, f"{Spread.of(speeds[kind]).median:.0f}", ratio, f"{texts[kind][-1].cache.held / 1024:.0f}")
 
 
 def workers(folder: Path, repeats: int) -> None:
     """Two cells of 60 steps: side by side on one core each, against one after the other on two."""
+    from mixdepth.bench import Spread
 
     def start(index: int, threads: int) -> subprocess.Popen:
         command = [sys.executable, __file__, str(folder), "--steps", str(index)]
@@ -140,10 +118,9 @@ def workers(folder: Path, repeats: int) -> None:
                 both = [start(2 * index + offset, 1) for _ in range(2)]
                 times["both"].append(max(map(seconds, both)))
                 times["turns"].append(2 * seconds(start(2 * index + offset, 2)))
-            ratios = [a / b for a, b in zip(times["both"], times["turns"], strict=True)]
-            both, turns = (median(times[name]) for name in ("both", "turns"))
+            both, turns = (Spread.of(times[name]).median for name in ("both", "turns"))
             name = f"{budget:.0e} {kind} {pair[kind][0].shape}"
-            row(name, f"{both:.2f}", f"{turns:.2f}", f"{median(ratios):.2f} ({spread(ratios)})")
+            row(name, f"{both:.2f}", f"{turns:.2f}", f"{Spread.of_ratios(times['both'], times['turns']):.2f}")
 
 
 def take_steps(folder: Path, index: int) -> None:

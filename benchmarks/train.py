@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import describe, header, median, row, spread
+from machine import describe, header, row
 
 SHAPES = {"8 x 256": {"layers": 8, "width": 256}, "4 x 64": {"layers": 4, "width": 64}}
 STEPS = {"8 x 256": 16, "4 x 64": 150}
@@ -68,6 +68,8 @@ def bare(kind: str, shape: str) -> float:
 
 
 def overhead() -> None:
+    from mixdepth.bench import Spread
+
     header(
         "layers x width",
         "kind",
@@ -82,15 +84,15 @@ def overhead() -> None:
             for kind, way in seconds:
                 seconds[kind, way].append(way(kind, shape))
         for kind in ("dense", "routed"):
-            ours, theirs = seconds[kind, trained], seconds[kind, bare]
-            ratios = [b / t for b, t in zip(theirs, ours, strict=True)]
+            ours, theirs = Spread.of(seconds[kind, trained]), Spread.of(seconds[kind, bare])
+            pairs = Spread.of_ratios(seconds[kind, bare], seconds[kind, trained])
             row(
                 shape,
                 kind,
-                f"{median(theirs):.4f} ({spread(theirs)})",
-                f"{median(ours):.4f} ({spread(ours)})",
-                f"{8 * 256 / median(theirs):,.0f} / {8 * 256 / median(ours):,.0f}",
-                f"**{median(theirs) / median(ours):.3f}** (pairs {spread(ratios)})",
+                f"{theirs:.4f}",
+                f"{ours:.4f}",
+                f"{8 * 256 / theirs.median:,.0f} / {8 * 256 / ours.median:,.0f}",
+                f"**{theirs.median / ours.median:.3f}** (pairs {pairs.low:.3f} to {pairs.high:.3f})",
             )
 
 
@@ -133,6 +135,8 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=("overhead", "memory"), help="a part of it; memory comes with start-up")
     options = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")
+    from mixdepth.bench import Spread
+
     print(f"{describe()}; {REPEATS} repeats, dense and routed, bare and trained taking turns\n", flush=True)
     if options.only != "memory":
         overhead()
@@ -141,5 +145,5 @@ if __name__ == "__main__":
     memory = {kind: [memory_of_training(kind) for _ in range(2)] for kind in ("dense", "routed")}
     dense, routed = (min(values) / 2**20 for values in memory.values())
     print(f"\nPeak memory of training, 8 x 256, 8 windows of 1,024: dense {dense:,.0f} MiB, routed {routed:,.0f} MiB.")
-    seconds = [start_up() for _ in range(3)]
-    print(f"From the command to the first step, warm cache: {median(seconds):.1f} s ({spread(seconds)}).")
+    seconds = Spread.of([start_up() for _ in range(3)])
+    print(f"From the command to the first step, warm cache, in s: {seconds:.1f}.")

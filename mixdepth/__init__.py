@@ -7,6 +7,7 @@ import logging
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 from mixdepth.adapters import lora_config
+from mixdepth.bench import Speeds, measure_speed
 from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig
 from mixdepth.conversion import Conversion, convert
@@ -46,6 +47,7 @@ __all__ = [
     "Routed",
     "Router",
     "Run",
+    "Speeds",
     "Trace",
     "TrainConfig",
     "UpdateRouters",
@@ -61,6 +63,7 @@ __all__ = [
     "load_corpus",
     "lookahead",
     "lora_config",
+    "measure_speed",
     "route",
     "routing_loss",
     "set_capacity",

@@ -9,8 +9,9 @@ import bisect
 import functools
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from mixdepth.router import Chooser, active
 from mixdepth.routing import slots
 from mixdepth.shape import model_config
 
+Tokens = TypeVar("Tokens")
+"""How many tokens, or which."""
 NOT_COUNTED = {
     "diffllama": "its attention takes each product twice",
     "modernbert-decoder": "it has a further layer before its logits",
@@ -68,9 +71,9 @@ class FlopCount(NamedTuple):
         return "\n".join(lines)
 
 
-def count_flops(model: Any, num_tokens: int) -> FlopCount:
+def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = None) -> FlopCount:
     """FLOPs of a forward pass over one sequence of `num_tokens`, as training runs it: routed layers at their
-    capacity.
+    capacity; or, by the index of each layer with a router, at the number of tokens that it has `taken`.
 
     Experts that tokens choose are counted at equal loads, so that no-op experts save their share.
 
@@ -81,39 +84,45 @@ def count_flops(model: Any, num_tokens: int) -> FlopCount:
     """
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens must be a whole number of at least 1, not {num_tokens!r}")
+    check_counted(model)
+    config = model.config.get_text_config(decoder=True)
+    layers, last_chosen = [], num_tokens
+    for index, layer in enumerate(decoder_layers(model)):
+        chosen, router = num_tokens, 0
+        if isinstance(layer, RoutedLayer):
+            chooser = active(layer.depth_router)
+            if chooser is not None:
+                last_chosen = slots(chooser.capacity, num_tokens) if taken is None else taken[index]
+                router = num_tokens * token_flops(chooser)
+            chosen = last_chosen
+        attending, feeding = halves(layer, num_tokens, chosen)
+        layers.append(LayerFlops(chosen, router, *layer_flops(layer, config, attending, attending**2, feeding)))
+    return FlopCount(tuple(layers), num_tokens * token_flops(model.get_output_embeddings()))
+
+
+def check_counted(model: Any) -> None:
+    """Refuse a model whose FLOPs are not counted."""
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__).removeprefix("mixdepth_")
     if model_type not in SUPPORTED or model_type in NOT_COUNTED or model.get_output_embeddings() is None:
         reason = NOT_COUNTED.get(model_type, "it is no causal language model of a kind that can be routed")
         raise ValueError(f"the FLOPs of {type(model).__name__} ({model_type!r}) are not counted: {reason}")
-    config = model.config.get_text_config(decoder=True)
-    layers, last_capacity = [], 1.0
-    for layer in decoder_layers(model):
-        capacity, router = 1.0, 0
-        if isinstance(layer, RoutedLayer):
-            chooser = active(layer.depth_router)
-            if chooser is not None:
-                last_capacity = chooser.capacity
-                router = 2 * num_tokens * _weights(chooser)
-            capacity = last_capacity
-        layers.append(_layer_flops(layer, config, num_tokens, slots(capacity, num_tokens), router))
-    return FlopCount(tuple(layers), 2 * num_tokens * _weights(model.get_output_embeddings()))
 
 
-def _layer_flops(layer: Any, config: Any, num_tokens: int, chosen: int, router: int) -> LayerFlops:
+def halves(layer: Any, everyone: Tokens, chosen: Tokens) -> tuple[Tokens, Tokens]:
+    """Who goes through a layer's attention, and who through its MLP."""
     target = getattr(layer, "depth_target", "block")
-    attending = num_tokens if target == "mlp" else chosen
-    feeding = num_tokens if target == "attention" else chosen
+    return everyone if target == "mlp" else chosen, everyone if target == "attention" else chosen
+
+
+def layer_flops(layer: Any, config: Any, attending: int, pairs: int, feeding: int) -> tuple[int, int]:
+    """FLOPs of a layer's attention, for so many tokens and `pairs` of a query and a key, and of its MLP."""
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_width, value_width = (getattr(config, name, None) or head_width for name in ("qk_head_dim", "v_head_dim"))
-    attention = _weights(_attention(layer))
-    mlp = _weights(layer) - attention
-    return LayerFlops(
-        chosen,
-        router,
-        2 * attending * attention + 2 * attending**2 * heads * (key_width + value_width),
-        2 * feeding * mlp + _expert_flops(layer, feeding),
-    )
+    projections = token_flops(_attention(layer))
+    mlp = token_flops(layer) - projections
+    attention = attending * projections + 2 * pairs * heads * (key_width + value_width)
+    return attention, feeding * mlp + _expert_flops(layer, feeding)
 
 
 def _expert_flops(layer: Any, num_tokens: int) -> int:
@@ -143,8 +152,12 @@ def _attention(layer: Any) -> nn.Module | None:
     return found[0] if found else None
 
 
+def token_flops(module: nn.Module | None) -> int:
+    """FLOPs of the module's linear maps for one token, without routers: two for each weight."""
+    return 2 * _weights(module)
+
+
 def _weights(module: nn.Module | None) -> int:
-    """How many weights of linear maps there are, without routers: the multiply-adds for one token."""
     if module is None:
         return 0
     weights: int = sum(m.weight.numel() for m in module.modules() if isinstance(m, Conv1D))

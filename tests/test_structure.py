@@ -49,6 +49,7 @@ ORDER = [
     "serving",
     "report",
     "isoflop",
+    "bench",
     "demo",
     "cli",
 ]

@@ -14,6 +14,15 @@ from mixdepth.settings import parse_value
 ROUTING_FLAGS = {"layers": "--routed-layers", "seed": "--routing-seed"}
 """Routing settings whose flags have other names: `--layers` is how many there are, `--seed` is the run's."""
 
+SHAPE = {
+    "layers": "how many (default: 8)",
+    "width": "a multiple of 16 (default: 256)",
+    "vocab_size": "(default: 256, bytes)",
+    "num_experts": "of a Mixtral; 0 is a Llama (default: 0)",
+    "experts_per_token": "(default: 2)",
+}
+"""Of a fresh model."""
+
 
 def routing_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Routing settings as given by flags: a single layer, or none, is a list too."""
@@ -58,3 +67,9 @@ def add_settings(
             if default not in (None, MISSING, ()):
                 options["help"] += f" (default: {default})"
         group.add_argument(flag, **options)
+
+
+def add_shape(group: Any) -> None:
+    """Flags for the shape of a fresh model."""
+    for name, about in SHAPE.items():
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"shape_{name}", type=int, help=about)

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, routing_settings, split
+from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, add_shape, routing_settings, split
 from mixdepth.config import DepthConfig
 from mixdepth.settings import (
     CONVERT_DEFAULTS,
@@ -16,14 +16,6 @@ from mixdepth.settings import (
     TrainConfig,
     parse_value,
 )
-
-SHAPE = {
-    "layers": "how many (default: 8)",
-    "width": "a multiple of 16 (default: 256)",
-    "vocab_size": "(default: 256, bytes)",
-    "num_experts": "of a Mixtral; 0 is a Llama (default: 0)",
-    "experts_per_token": "(default: 2)",
-}
 
 
 def _add_train(verbs: Any) -> None:
@@ -262,9 +254,7 @@ def _add_flops(verbs: Any) -> None:
     )
     flops.add_argument("folder", nargs="?", help="a model's folder, dense or routed")
     flops.add_argument("--tokens", type=int, default=2048, help="length of the sequence (default: %(default)s)")
-    shape = flops.add_argument_group("shape, in place of a folder")
-    for name, about in SHAPE.items():
-        shape.add_argument(f"--{name.replace('_', '-')}", dest=f"shape_{name}", type=int, help=about)
+    add_shape(flops.add_argument_group("shape, in place of a folder"))
     routing = flops.add_argument_group("routing (any of these; without one the model is left as it is)")
     add_settings(routing, DepthConfig, ROUTING_FLAGS)
     flops.set_defaults(run=_flops)
@@ -273,7 +263,7 @@ def _add_flops(verbs: Any) -> None:
 def _flops(tokens: int, folder: str | None, **options: Any) -> None:
     from mixdepth import flops
 
-    shape = {name: options.pop(f"shape_{name}") for name in SHAPE}
+    shape = split(options, "shape_")
     flops.report(tokens, folder, shape, settings=routing_settings(options))
 
 

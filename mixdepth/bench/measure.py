@@ -1,0 +1,235 @@
+"""`measure_speed`: a routed model against a dense one, on this machine: training, prefill, decoding, cache."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mixdepth.bench.limits import Work, decode_work, last_logits, prefill_work, share_taken, step_work, tokens_taken
+from mixdepth.bench.speeds import Cache, Machine, Speed, Speeds
+from mixdepth.bench.timing import Spread, decode_in_turns, describe_machine, interleave, memory_bandwidth
+from mixdepth.config import check_integer
+from mixdepth.evaluation import evaluating
+from mixdepth.hf import RoutedCausalLM, unwrapped
+from mixdepth.loading import positions
+from mixdepth.router import Chooser
+from mixdepth.training import matmul_peak
+
+SHORT, LONG, TRAINED = 16, 1000, 512
+"""Tokens in the usual prompts and training windows, if the model takes as many."""
+ANCESTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "temperature": 1.0}
+"""Sampling from the model's own distribution, with nothing on top of it that would take time."""
+
+
+def measure_speed(
+    dense: Any,
+    routed: Any,
+    text: Tensor | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1, 8),
+    prompts: Sequence[int] | None = None,
+    new_tokens: int = 64,
+    train_batch_size: int = 4,
+    train_context: int | None = None,
+    repeats: int = 5,
+    notes: Sequence[str] = (),
+) -> Speeds:
+    """Time two causal language models against each other, and count what they cannot do without.
+
+    A training step (forward, backward, AdamW) over `train_batch_size` windows of `train_context` tokens; none at a
+    `train_batch_size` of 0. Prefill of the longest of the `prompts`, and decoding of `new_tokens` after each of them by
+    generate(), in each of the `batch_sizes`. Windows have 512 tokens and prompts 16 and 1,000, or as many as the models
+    have positions for. They are cut from `text` (tokens,), and are random without it.
+
+    Models take turns, after a round that warms up. Both are left as they were.
+    """
+    models = {"dense": dense, "routed": routed}
+    room = min(positions(unwrapped(model)) for model in models.values())
+    prompts = _prompts(room, new_tokens) if prompts is None else prompts
+    train_context = min(TRAINED, room) if train_context is None else train_context
+    _check(batch_sizes, prompts, new_tokens, train_batch_size, train_context, repeats, room)
+    cut = _cutter(text, models)
+    num_comparisons = (train_batch_size > 0) + len(batch_sizes) * (1 + len(prompts))
+    rows = []
+    with (
+        tqdm(total=2 * (repeats + 1) * num_comparisons, desc="training step", leave=False) as bar,
+        evaluating(dense),
+        evaluating(routed),
+        torch.random.fork_rng(),
+    ):
+        if train_batch_size:
+            rows.append(_training_step(models, cut(train_batch_size, train_context), repeats, bar))
+        for what, lengths, measure in (("prefill", [max(prompts)], _prefill), ("decode", prompts, _decode)):
+            bar.set_description(what)
+            for batch_size in batch_sizes:
+                for length in lengths:
+                    rows.append(measure(models, cut(batch_size, length), new_tokens, repeats, bar))
+    about = {
+        kind: {"class": type(unwrapped(m)).__name__, "parameters": unwrapped(m).num_parameters()}
+        for kind, m in models.items()
+    }
+    return Speeds(_machine(dense), about, repeats, rows, [*notes, *_notes(unwrapped(routed))])
+
+
+def _prompts(room: int, new_tokens: int) -> list[int]:
+    longest = max(1, room - new_tokens - 1)
+    return sorted({min(SHORT, longest), min(LONG, longest)})
+
+
+def _check(
+    batch_sizes: Sequence[int],
+    prompts: Sequence[int],
+    new_tokens: int,
+    train_batch_size: int,
+    train_context: int,
+    repeats: int,
+    room: int,
+) -> None:
+    check_integer("train_batch_size", train_batch_size, minimum=0)
+    check_integer("train_context", train_context, minimum=2)
+    check_integer("new_tokens", new_tokens, minimum=1)
+    check_integer("repeats", repeats, minimum=1)
+    for name, values in {"batch_sizes": batch_sizes, "prompts": prompts}.items():
+        if not values:
+            raise ValueError(f"{name} must name at least one number")
+        for value in values:
+            check_integer(name, value, minimum=1)
+    if train_batch_size and train_context > room:
+        raise ValueError(f"train_context={train_context} is beyond the models' {room} positions: choose a shorter one")
+    if max(prompts) + new_tokens >= room:
+        raise ValueError(
+            f"a prompt of {max(prompts)} tokens and new_tokens={new_tokens} are beyond the models' {room} positions: "
+            "choose shorter ones"
+        )
+
+
+def _cutter(text: Tensor | None, models: dict[str, Any]) -> Callable[[int, int], Tensor]:
+    """A function that cuts so many windows of a length from the text, evenly spaced: (number, length)."""
+    vocab_size = min(m.config.get_text_config(decoder=True).vocab_size for m in models.values())
+    device = next(models["dense"].parameters()).device
+
+    def cut(number: int, length: int) -> Tensor:
+        if text is None:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randint(vocab_size, (number, length), generator=generator).to(device)
+        if len(text) < length:
+            raise ValueError(f"the text has {len(text)} tokens, fewer than a window of {length}: give more text")
+        starts = torch.linspace(0, len(text) - length, number).long().tolist()
+        windows = torch.stack([text[start : start + length] for start in starts]).long()
+        if windows.max() >= vocab_size:
+            raise ValueError(f"the text has a token {windows.max()}, and the models know {vocab_size}")
+        return windows.to(device)
+
+    return cut
+
+
+def _training_step(models: dict[str, Any], ids: Tensor, repeats: int, bar: tqdm) -> Speed:
+    for kind, model in models.items():
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"no parameter of the {kind} model can be trained: leave training out (train_batch_size=0)"
+            )
+    with _trained_in_vain(models["dense"]) as dense_step, _trained_in_vain(models["routed"]) as routed_step:
+        steps = {"dense": lambda: dense_step(ids), "routed": lambda: routed_step(ids)}
+        seconds = interleave(steps, repeats, bar)
+    plain = {kind: unwrapped(model) for kind, model in models.items()}
+    works = {kind: step_work(model, *ids.shape) for kind, model in plain.items()}
+    capacities = [router.capacity for router in getattr(plain["routed"], "depth_routers", ())]
+    taken = sum(capacities) / len(capacities) if capacities else None
+    return _compared("training step", ids, ids.numel(), seconds, works, taken)
+
+
+@contextmanager
+def _trained_in_vain(model: Any) -> Iterator[Callable[[Tensor], None]]:
+    """A function that takes a training step; at a learning rate of 0 it changes no weight."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    choosers = [module for module in model.modules() if isinstance(module, Chooser)]
+    gradients, observed = [parameter.grad for parameter in parameters], [chooser.observed for chooser in choosers]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
+    optimizer.zero_grad()
+
+    def step(ids: Tensor) -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.train()
+    try:
+        yield step
+    finally:
+        model.eval()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for chooser, before in zip(choosers, observed, strict=True):
+            chooser.observed = before
+
+
+@torch.no_grad()
+def _prefill(models: dict[str, Any], ids: Tensor, new_tokens: int, repeats: int, bar: tqdm) -> Speed:
+    plain = {kind: unwrapped(model) for kind, model in models.items()}
+
+    def run(kind: str) -> Callable[[], object]:
+        return lambda: models[kind](input_ids=ids, use_cache=True, **last_logits(plain[kind]))
+
+    seconds = interleave({kind: run(kind) for kind in models}, repeats, bar)
+    taken = {kind: tokens_taken(model, ids) for kind, model in plain.items()}
+    works = {kind: prefill_work(model, taken[kind]) for kind, model in plain.items()}
+    share = share_taken(plain["routed"], taken["routed"])
+    return _compared("prefill", ids, ids.numel(), seconds, works, share)
+
+
+def _decode(models: dict[str, Any], prompt: Tensor, new_tokens: int, repeats: int, bar: tqdm) -> Speed:
+    found = decode_in_turns(models, prompt, new_tokens, repeats, bar=bar, **ANCESTRAL)
+    plain = {kind: unwrapped(model) for kind, model in models.items()}
+    taken = {kind: tokens_taken(model, found[kind][-1].ids[:, :-1]) for kind, model in plain.items()}
+    length, caches = prompt.shape[1], {kind: texts[-1].cache for kind, texts in found.items()}
+    works = {kind: decode_work(model, taken[kind], length, caches[kind]) for kind, model in plain.items()}
+    num_tokens = len(prompt) * new_tokens
+    seconds = {kind: [num_tokens / text.tokens_per_second for text in texts] for kind, texts in found.items()}
+    share = share_taken(plain["routed"], [mask[:, length:] for mask in taken["routed"]])
+    speed = _compared("decode", prompt, num_tokens, seconds, works, share)
+    return speed._replace(cache=Cache(caches["dense"].held, caches["routed"].held, caches["routed"].allocated))
+
+
+def _compared(
+    what: str,
+    ids: Tensor,
+    num_tokens: int,
+    seconds: dict[str, list[float]],
+    works: dict[str, Work],
+    taken: float | None,
+) -> Speed:
+    speeds = {kind: [num_tokens / s for s in values] for kind, values in seconds.items()}
+    return Speed(
+        what,
+        batch_size=ids.shape[0],
+        context=ids.shape[1],
+        dense=Spread.of(speeds["dense"]),
+        routed=Spread.of(speeds["routed"]),
+        speed_up=Spread.of_ratios(speeds["routed"], speeds["dense"]),
+        dense_work=works["dense"],
+        routed_work=works["routed"],
+        taken=taken,
+        seconds=Spread.of(seconds["dense"]).median,
+    )
+
+
+def _machine(model: Any) -> Machine:
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, model.dtype
+    return Machine(
+        describe_machine(device),
+        str(dtype).removeprefix("torch."),
+        matmul_peak(device, dtype),
+        memory_bandwidth(device),
+    )
+
+
+def _notes(routed: Any) -> list[str]:
+    if not isinstance(routed, RoutedCausalLM) or not routed.depth_routers or routed.depth_config.scheme == "soft":
+        return []
+    is_whole = all(router.capacity == 1 for router in routed.depth_routers)
+    return ["the routed model stands at capacity 1: every token passes; mixdepth tune leads it down"] * is_whole
