@@ -1,6 +1,7 @@
-"""The demo: a dense and a routed model, trained with the same FLOPs on the standard library's source, side by side."""
+"""The demo: dense and routed models, trained with the same FLOPs on the standard library's source, side by side."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,33 @@ from mixdepth.training import corpus_of, train
 
 RESULTS, REPORT = "results.json", "report.html"
 COMMON: dict[str, Any] = {"corpus": "stdlib", "batch_size": 4, "context": 256, "width": 64}
-LAYERS = {"dense": 2, "routed": 4}
-"""As many as make a token cost about the same."""
+LAYERS = {"dense": 4, "shallow": 2, "routed": 4}
+"""The same model unrouted, a dense one that costs about as much for each token, and the routed one."""
+NAMES = {"dense": "dense", "shallow": "dense, shallow", "routed": "routed"}
 PROMPT = "def get_"
 WINDOWS = 1024
 TRACED = 4 * COMMON["context"]
 
 
 def run(
-    out: str | Path = "demo", flops: float = 3e12, capacity: float = 0.125, every: int = 2, seed: int = 0
+    out: str | Path = "demo", flops: float = 2.5e12, capacity: float = 0.125, every: int = 2, seed: int = 0
 ) -> dict[str, Any]:
-    """Train both models, or go on where an earlier call was stopped; evaluate, time and weigh them; write the report.
+    """Train the models, or go on where an earlier call was stopped; evaluate, time and weigh them; write the report.
 
     All is kept in the folder `out`, and what is there is not done again. Returns the numbers.
     """
-    depths = {"dense": None, "routed": DepthConfig(capacity=capacity, every=every)}
-    folder = Path(out)
+    depth, folder = DepthConfig(capacity=capacity, every=every), Path(out)
     runs = {}
-    for kind, depth in depths.items():
-        tell(f"training the {kind} model ({LAYERS[kind]} layers, {flops:.3g} FLOPs)")
-        settings = {**COMMON, "layers": LAYERS[kind], "depth": depth, "flops": flops, "seed": seed}
+    for kind, layers in LAYERS.items():
+        tell(f"training the {kind} model ({layers} layers, {flops:.3g} FLOPs)")
+        settings = {**COMMON, "layers": layers, "depth": depth if kind == "routed" else None}
+        settings |= {"flops": flops, "seed": seed}
         runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=64)
     results = _Results(folder / RESULTS)
-    results.once("comparison", lambda: _compared(runs))
-    results.once("speed", lambda: _timed(runs))
-    results.once("samples", lambda: _sampled(runs))
+    results.once("comparison", partial(_compared, runs))
+    for kind in ("dense", "shallow"):
+        results.once(f"speed against {kind}", partial(_timed, runs[kind], runs["routed"]))
+    results.once("samples", partial(_sampled, runs))
     columns = [_column(kind, runs[kind], results.found) for kind in runs]
     table = summary(columns)
     traced = trace(str(runs["routed"].folder), _held_out(runs["routed"]), name="the routed model")
@@ -68,17 +71,22 @@ class _Results:
 
 
 def _compared(runs: dict[str, Run]) -> Any:
-    tell("evaluating both, causally, on held-out text")
+    tell("evaluating all, causally, on held-out text")
     return evaluate_runs([str(run.folder) for run in runs.values()], windows=WINDOWS).to_dict()
 
 
-def _timed(runs: dict[str, Run]) -> Any:
-    tell("timing both in turns: a training step, reading, decoding")
-    models = {kind: load(str(run.folder)).model for kind, run in runs.items()}
-    tokens = corpus_of(runs["dense"].settings).validation.tokens[: 2**16]
-    text = torch.tensor([int(token) for token in tokens])
-    shape = {"train_batch_size": COMMON["batch_size"], "train_context": COMMON["context"]}
-    speeds = measure_speed(**models, text=text, prompts=(64,), new_tokens=64, repeats=7, **shape)
+def _timed(dense: Run, routed: Run) -> Any:
+    tell(f"timing {routed.folder.name} against {dense.folder.name}: a training step, a prompt, decoding")
+    tokens = corpus_of(dense.settings).validation.tokens[: 2**16]
+    speeds = measure_speed(
+        load(str(dense.folder)).model,
+        load(str(routed.folder)).model,
+        torch.tensor([int(token) for token in tokens]),
+        prompts=(64,),
+        new_tokens=64,
+        train_batch_size=COMMON["batch_size"],
+        train_context=COMMON["context"],
+    )
     return {**speeds.to_dict(), "table": str(speeds)}
 
 
@@ -96,11 +104,13 @@ def _held_out(run: Run) -> str:
 def _column(kind: str, run: Run, found: dict[str, Any]) -> Column:
     """One model's numbers."""
     model = found["comparison"]["models"][[*LAYERS].index(kind)]
-    speeds = {(row["what"], row["batch_size"]): row for row in found["speed"]["rows"]}
+    measured = found["speed against shallow" if kind == "shallow" else "speed against dense"]["rows"]
+    speeds = {(row["what"], row["batch_size"]): row for row in measured}
+    side = "routed" if kind == "routed" else "dense"
     result = run.result
     assert result is not None
     return Column(
-        name=f"{kind}, {LAYERS[kind]} layers",
+        name=f"{NAMES[kind]}, {LAYERS[kind]} layers",
         parameters=model["parameters"],
         flops=result["flops"],
         tokens=result["tokens"],
@@ -110,7 +120,7 @@ def _column(kind: str, run: Run, found: dict[str, Any]) -> Column:
         bits_per_byte=model["bits_per_byte"],
         difference=model["difference_to_first"],
         capacities=[layer["capacity"] for layer in model["layers"].values()],
-        training=speeds["training step", COMMON["batch_size"]][kind]["median"],
-        decode={size: speeds["decode", size][kind]["median"] for size in (1, 8)},
-        cache_bytes=speeds["decode", 1]["cache"][kind],
+        training=speeds["training step", COMMON["batch_size"]][side]["median"],
+        decode={size: speeds["decode", size][side]["median"] for size in (1, 8)},
+        cache_bytes=speeds["decode", 1]["cache"][side],
     )

@@ -1,7 +1,6 @@
 """The demo, from its start to its report."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,8 @@ from test_page import CHROMIUM, browser, needs_browser  # noqa: F401
 
 from mixdepth.cli import main
 from mixdepth.report.summary import Column, verdict
+
+KINDS = ("dense", "shallow", "routed")
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +26,17 @@ def files(folder: Path) -> dict[str, int]:
 
 def test_both_models_spend_the_same_flops_and_are_compared_on_the_same_text(folder):
     found = json.loads((folder / "results.json").read_text())
-    dense, routed = found["comparison"]["models"]
-    spent = [json.loads((folder / kind / "result.json").read_text())["flops"] for kind in ("dense", "routed")]
-    steps = [json.loads((folder / kind / "run.json").read_text())["steps"] for kind in ("dense", "routed")]
+    dense, shallow, routed = found["comparison"]["models"]
+    spent = [json.loads((folder / kind / "result.json").read_text())["flops"] for kind in KINDS]
+    steps = [json.loads((folder / kind / "run.json").read_text())["steps"] for kind in KINDS]
     assert all(abs(flops - 1e9) <= 1e9 / step for flops, step in zip(spent, steps, strict=True))
     assert routed["difference_to_first"]["mean"] == pytest.approx(routed["loss"] - dense["loss"])
+    assert routed["parameters"] > dense["parameters"] > shallow["parameters"]
+    assert routed["flops_per_token"] == pytest.approx(shallow["flops_per_token"], rel=0.1)
     assert len(routed["layers"]) == 2
-    assert {row["what"] for row in found["speed"]["rows"]} == {"training step", "prefill", "decode"}
+    for kind in ("dense", "shallow"):
+        rows = found[f"speed against {kind}"]["rows"]
+        assert {row["what"] for row in rows} == {"training step", "prefill", "decode"}
     assert all(text.startswith("def get_") for text in found["samples"].values())
 
 
@@ -103,10 +108,10 @@ def column(**changes) -> Column:
 
 
 def test_the_verdict_says_which_way_it_went():
-    routed = column(loss=1.9, decode={1: 12.0, 8: 20.0}, cache_bytes=560, parameters=150)
-    said = verdict([column(), routed])
-    assert "a loss 5.00% lower" in said
-    assert "1.20 times the dense model's speed" in said
+    routed = column(loss=1.9, decode={1: 12.0, 8: 20.0}, cache_bytes=560)
+    said, other = verdict([column(), column(name="other", loss=1.8), routed])
+    assert "against m: the routed model has seen 1.00 times the text, its loss is 5.00% lower" in said
+    assert "1.20 times the speed" in said
     assert "0.56 times the bytes" in said
-    assert "1.50 times the parameters" in said
-    assert re.search("a loss 5.00% higher", verdict([column(), column(loss=2.1)]))
+    assert "against other" in other
+    assert "its loss is 5.56% higher under causal routing (1.9000 against 1.8000 nats per byte)" in other

@@ -34,13 +34,14 @@ def _plot(**options: Any) -> None:
 def _add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
-        help="train a dense and a routed model with the same FLOPs and compare them",
-        description="Trains a dense and a routed model on the Python standard library's source with the same FLOPs "
-        "(nothing is downloaded), evaluates both causally, times a training step and decoding, weighs the caches, and "
-        "writes report.html. It takes about five minutes on two cores. What is done is kept: the same command goes on.",
+        help="train dense and routed models with the same FLOPs and compare them",
+        description="Trains a routed model, the same model unrouted, and a dense one that costs as much for each "
+        "token, on the Python standard library's source with the same FLOPs (nothing is downloaded); evaluates them "
+        "causally, times a training step and decoding, weighs the caches, and writes report.html. It takes about five "
+        "minutes on two cores. What is done is kept: the same command goes on.",
     )
     demo.add_argument("--out", default="demo", help="the folder of all that it makes (default: %(default)s)")
-    demo.add_argument("--flops", type=float, default=3e12, help="training FLOPs of each model (default: %(default)g)")
+    demo.add_argument("--flops", type=float, default=2.5e12, help="training FLOPs of each model (default: %(default)g)")
     demo.add_argument(
         "--capacity", type=float, default=0.125, help="share of tokens per routed layer (default: %(default)s)"
     )

@@ -1,4 +1,4 @@
-"""The demo's report: two models side by side, as a table for the terminal and as one HTML file."""
+"""The demo's report: models side by side, as a table for the terminal and as one HTML file."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,7 +12,7 @@ from mixdepth.run import Run, writing
 from mixdepth.table import columns
 from mixdepth.trace import Trace
 
-TITLE = "Mixture-of-Depths against a dense model, at equal training FLOPs"
+TITLE = "Mixture-of-Depths against dense models, at equal training FLOPs"
 
 
 class Column(NamedTuple):
@@ -64,13 +64,15 @@ def write_report(
 ) -> Path:
     """Write the report: the table, the curves, speeds and their limits, samples, and where tokens go."""
     samples = "".join(f"<h3>{escape(kind)}</h3><pre>{escape(text)}</pre>" for kind, text in found["samples"].items())
+    speeds = [value["table"] for name, value in found.items() if name.startswith("speed")]
     sections = (
-        f"<p>{escape(verdict(models))}</p>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in verdict(models)),
         _table(_rows(models)),
         '<p class="note">One seed and minutes of training: this shows how it works, not which is better. '
         "The comparison over sizes and seeds is mixdepth isoflop.</p>",
         f'<h2>Training</h2><div class="wide">{training_curves_svg(runs)}</div>',
-        f"<h2>Speed on this machine, and its limits</h2><pre>{escape(found['speed']['table'])}</pre>",
+        "<h2>Speed on this machine, and its limits</h2>",
+        *(f'<pre class="table">{escape(table)}</pre>' for table in speeds),
         f"<h2>Samples</h2>{samples}",
         f"<h2>Where the tokens go</h2>{routing_section(traced)}",
     )
@@ -79,17 +81,20 @@ def write_report(
     return path
 
 
-def verdict(models: Sequence[Column]) -> str:
-    """The result in a sentence."""
-    dense, routed = models
-    change = routed.loss / dense.loss - 1
-    quality = f"a loss {abs(change):.2%} {'lower' if change < 0 else 'higher'}"
-    speed, size = routed.decode[1] / dense.decode[1], routed.cache_bytes / dense.cache_bytes
+def verdict(models: Sequence[Column]) -> list[str]:
+    """The result in a sentence for each dense model; the routed one is the last."""
+    *others, routed = models
+    return [_against(routed, other) for other in others]
+
+
+def _against(routed: Column, other: Column) -> str:
+    change = routed.loss / other.loss - 1
+    speed, size = routed.decode[1] / other.decode[1], routed.cache_bytes / other.cache_bytes
     return (
-        f"With the same {dense.flops:.3g} training FLOPs the routed model has {quality} under causal routing "
-        f"({routed.loss:.4f} against {dense.loss:.4f} nats per byte), decodes at {speed:.2f} times the dense model's "
-        f"speed, and its cache takes {size:.2f} times the bytes, with {routed.parameters / dense.parameters:.2f} times "
-        "the parameters."
+        f"With the same training FLOPs, against {other.name}: the routed model has seen "
+        f"{routed.tokens / other.tokens:.2f} times the text, its loss is {abs(change):.2%} "
+        f"{'lower' if change < 0 else 'higher'} under causal routing ({routed.loss:.4f} against {other.loss:.4f} nats "
+        f"per byte), it decodes at {speed:.2f} times the speed, and its cache takes {size:.2f} times the bytes."
     )
 
 
