@@ -24,7 +24,7 @@ LAYERS = {"dense": 4, "shallow": 2, "routed": 4}
 """The same model unrouted, a dense one that costs about as much for each token, and the routed one."""
 NAMES = {"dense": "dense", "shallow": "dense, shallow", "routed": "routed"}
 PROMPT = "def get_"
-WINDOWS = 1024
+WINDOWS = 512
 TRACED = 4 * COMMON["context"]
 
 

@@ -16,7 +16,7 @@ KINDS = ("dense", "shallow", "routed")
 def folder(tmp_path_factory):
     """What a demo of a few steps leaves behind."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    assert main(["demo", "--flops", "1e9", "--out", str(folder)]) == 0
+    assert main(["demo", "--flops", "1e10", "--out", str(folder)]) == 0
     return folder
 
 
@@ -29,7 +29,7 @@ def test_both_models_spend_the_same_flops_and_are_compared_on_the_same_text(fold
     dense, shallow, routed = found["comparison"]["models"]
     spent = [json.loads((folder / kind / "result.json").read_text())["flops"] for kind in KINDS]
     steps = [json.loads((folder / kind / "run.json").read_text())["steps"] for kind in KINDS]
-    assert all(abs(flops - 1e9) <= 1e9 / step for flops, step in zip(spent, steps, strict=True))
+    assert all(abs(flops - 1e10) <= 1e10 / step for flops, step in zip(spent, steps, strict=True))
     assert routed["difference_to_first"]["mean"] == pytest.approx(routed["loss"] - dense["loss"])
     assert routed["parameters"] > dense["parameters"] > shallow["parameters"]
     assert routed["flops_per_token"] == pytest.approx(shallow["flops_per_token"], rel=0.1)
@@ -43,7 +43,7 @@ def test_both_models_spend_the_same_flops_and_are_compared_on_the_same_text(fold
 def test_a_second_run_reuses_what_is_done_and_prints_the_same(folder, capsys):
     (folder / "report.html").unlink()
     before = files(folder)
-    assert main(["demo", "--flops", "1e9", "--out", str(folder)]) == 0
+    assert main(["demo", "--flops", "1e10", "--out", str(folder)]) == 0
     shown = capsys.readouterr().out
     after = files(folder)
     assert {name: when for name, when in after.items() if not name.endswith("report.html")} == before
@@ -53,18 +53,21 @@ def test_a_second_run_reuses_what_is_done_and_prints_the_same(folder, capsys):
 
 
 def test_a_demo_that_was_stopped_goes_on(folder, capsys):
-    (folder / "results.json").unlink()
+    found = json.loads((folder / "results.json").read_text())
+    samples = found.pop("samples")
+    (folder / "results.json").write_text(json.dumps(found))
     (folder / "routed" / "result.json").unlink()
     untouched = files(folder / "dense")
-    assert main(["demo", "--flops", "1e9", "--out", str(folder)]) == 0
+    assert main(["demo", "--flops", "1e10", "--out", str(folder)]) == 0
     assert files(folder / "dense") == untouched
     assert (folder / "routed" / "result.json").exists()
+    assert json.loads((folder / "results.json").read_text()) == {**found, "samples": samples}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--flops", "2e9"], "flops was 1000000000.0 and is now 2000000000.0"),
+        (["--flops", "2e10"], "flops was 10000000000.0 and is now 20000000000.0"),
         (["--capacity", "1.5"], "capacity must be a fraction in (0, 1], not 1.5"),
         (["--flops", "-1"], "flops must be a positive number"),
         (["--every", "0"], "every must be a whole number of at least 1, not 0"),
@@ -72,7 +75,7 @@ def test_a_demo_that_was_stopped_goes_on(folder, capsys):
 )
 def test_a_wrong_setting_gets_one_sentence_and_leaves_all_as_it_was(folder, arguments, message, capsys):
     before = files(folder)
-    assert main(["demo", "--flops", "1e9", "--out", str(folder), *arguments]) == 2
+    assert main(["demo", "--flops", "1e10", "--out", str(folder), *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("mixdepth: ")
     assert message in error
