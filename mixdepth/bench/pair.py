@@ -19,6 +19,8 @@ from mixdepth.training import corpus_of
 CALIBRATED_ON, LENGTH = 4, 512
 """Windows by which new routers are set to their capacity, and the tokens in each."""
 MAX_TEXT = 2**20
+INIT_STD = 0.1
+"""Of a fresh model's weights: so large that tokens differ more than texts do, and every text gets its share."""
 POSITIONS = 2**17
 """Of a fresh model; rotary ones take no memory."""
 FRESH = "the routers are new and calibrated, not trained: this says how fast such a routing is, not how good"
@@ -36,6 +38,7 @@ class Pair(NamedTuple):
 def fresh_pair(shape: dict[str, int], routing: dict[str, Any]) -> Pair:
     """A Llama of this shape, or a Mixtral if it has experts, with random weights for random tokens."""
     config = model_config(**shape, context=POSITIONS)
+    config.initializer_range = INIT_STD
     depth = DepthConfig(**routing)
     torch.manual_seed(0)
     dense = AutoModelForCausalLM.from_config(config).eval()
