@@ -49,7 +49,7 @@ def run(
     results.once("samples", partial(_sampled, runs))
     columns = [_column(kind, runs[kind], results.found) for kind in runs]
     table = summary(columns)
-    traced = trace(str(runs["routed"].folder), _held_out(runs["routed"]), name="the routed model")
+    traced = trace(str(runs["routed"].folder), held_out(runs["routed"]), name="the routed model")
     report = write_report(folder / REPORT, columns, results.found, list(runs.values()), traced)
     print(table)
     print(f"\na sample of the routed model:\n{results.found['samples']['routed']}\n\nthe report: {report}")
@@ -95,7 +95,7 @@ def _sampled(runs: dict[str, Run]) -> dict[str, str]:
     return {kind: PROMPT + generate(str(run.folder), PROMPT, **options)[0].completion for kind, run in runs.items()}
 
 
-def _held_out(run: Run) -> str:
+def held_out(run: Run) -> str:
     corpus = corpus_of(run.settings)
     text: str = corpus.tokenizer.decode([int(token) for token in corpus.validation.tokens[:TRACED]])
     return text
