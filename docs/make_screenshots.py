@@ -16,10 +16,9 @@ PICTURES = Path(__file__).parent / "pictures"
 def main(demo: Path) -> None:
     from playwright.sync_api import sync_playwright
 
-    from mixdepth.demo import held_out
+    from mixdepth.demo import traced
 
-    run = mixdepth.Run(demo / "routed")
-    trace = mixdepth.trace(str(run.folder), held_out(run), name="the demo's model")
+    trace = traced(mixdepth.Run(demo / "routed"))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = mixdepth.write_page(trace, Path(folder) / "page.html")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

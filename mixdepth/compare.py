@@ -13,7 +13,7 @@ from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import Loaded, load, positions, tokenizer_of
 from mixdepth.sources import absolute
 from mixdepth.table import columns
-from mixdepth.training import corpus_of
+from mixdepth.training import text_of
 
 
 class Entry(NamedTuple):
@@ -149,7 +149,7 @@ def _evaluate(
     model, tokenizer, run, note = loaded
     if run is not None and source in (None, run.settings.corpus):
         source = run.settings.corpus
-        text = corpus_of(run.settings, None if run.settings.model is None else str(run.folder))
+        text = text_of(run)
         if run.about["corpus_digest"] != text.digest:
             raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another --corpus")
     elif source is None:

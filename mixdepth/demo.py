@@ -1,5 +1,6 @@
 """The demo: dense and routed models, trained with the same FLOPs on the standard library's source, side by side."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,22 +9,24 @@ from typing import Any
 
 import torch
 
-from mixdepth.bench import measure_speed
-from mixdepth.compare import evaluate_runs
+from mixdepth.bench import Spread, measure_speed
+from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig
 from mixdepth.files import read_json, tell, write_json
 from mixdepth.generation import generate
 from mixdepth.loading import load
+from mixdepth.report.figures import check_matplotlib
 from mixdepth.report.summary import Column, summary, write_report
 from mixdepth.run import Run, writing
-from mixdepth.trace import trace
-from mixdepth.training import corpus_of, train
+from mixdepth.trace import Trace, trace_tokens
+from mixdepth.training import text_of, train
 
 RESULTS, REPORT = "results.json", "report.html"
 COMMON: dict[str, Any] = {"corpus": "stdlib", "batch_size": 4, "context": 256, "width": 64}
 LAYERS = {"dense": 4, "shallow": 2, "routed": 4}
 """The same model unrouted, a dense one that costs about as much for each token, and the routed one."""
 NAMES = {"dense": "dense", "shallow": "dense, shallow", "routed": "routed"}
+OTHERS = ("dense", "shallow")
 PROMPT = "def get_"
 WINDOWS = 512
 TRACED = 4 * COMMON["context"]
@@ -48,33 +51,38 @@ def run(
 
     All is kept in the folder `out`, and what is there is not done again. Returns the numbers.
     """
+    check_matplotlib()
     depth, folder = DepthConfig(capacity=capacity, every=every), Path(out)
+    depth.routed_layers(LAYERS["routed"])  # says now what is wrong with them
     runs = {}
     for kind, layers in LAYERS.items():
         tell(f"training the {kind} model ({layers} layers, {flops:.3g} FLOPs)")
         settings = {**COMMON, "layers": layers, "depth": depth if kind == "routed" else None}
         settings |= {"flops": flops, "seed": seed}
         runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=64)
-    results = _Results(folder / RESULTS)
+    results = _Results(folder / RESULTS, runs)
     results.once("comparison", partial(_compared, runs))
-    for kind in ("dense", "shallow"):
+    for kind in OTHERS:
         results.once(f"speed against {kind}", partial(_timed, runs[kind], runs["routed"]))
     results.once("samples", partial(_sampled, runs))
     columns = [_column(kind, runs[kind], results.found) for kind in runs]
-    table = summary(columns)
-    traced = trace(str(runs["routed"].folder), held_out(runs["routed"]), name="the routed model")
-    report = write_report(folder / REPORT, columns, results.found, list(runs.values()), traced)
-    print(table)
-    print(f"\na sample of the routed model:\n{results.found['samples']['routed']}\n\nthe report: {report}")
+    print(summary(columns))
+    print(f"\na sample of the routed model:\n{results.found['samples']['routed']}\n")
+    verdict = [_verdict(kind, results.found) for kind in OTHERS]
+    report = write_report(folder / REPORT, columns, verdict, results.found, list(runs.values()), traced(runs["routed"]))
+    print("\n".join([*verdict, f"the report: {report}"]))
     return results.found
 
 
 class _Results:
-    """What was found so far, in a file that grows."""
+    """What was found so far of these runs, in a file that grows; what was found of others is forgotten."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, runs: dict[str, Run]) -> None:
         self.path = path
-        self.found: dict[str, Any] = read_json(path) if path.exists() else {}
+        models = {kind: {"settings": run.settings.to_dict(), "result": run.result} for kind, run in runs.items()}
+        self.found: dict[str, Any] = {"runs": json.loads(json.dumps(models))}
+        if path.exists() and (before := read_json(path)).get("runs") == self.found["runs"]:
+            self.found = before
 
     def once(self, name: str, make: Callable[[], Any]) -> None:
         if name not in self.found:
@@ -85,12 +93,19 @@ class _Results:
 
 def _compared(runs: dict[str, Run]) -> Any:
     tell("evaluating all, causally, on held-out text")
-    return evaluate_runs([str(run.folder) for run in runs.values()], windows=WINDOWS).to_dict()
+    found = evaluate_runs([str(run.folder) for run in runs.values()], windows=WINDOWS)
+    entries = dict(zip(runs, found.entries, strict=True))
+    differences = {}
+    for kind in OTHERS:
+        difference = Comparison([entries[kind], entries["routed"]]).difference(entries["routed"])
+        assert difference is not None  # all are evaluated on the same windows
+        differences[kind] = difference._asdict()
+    return {**found.to_dict(), "routed_minus": differences}
 
 
 def _timed(dense: Run, routed: Run) -> Any:
     tell(f"timing {routed.folder.name} against {dense.folder.name}: a training step, a prompt, decoding")
-    tokens = corpus_of(dense.settings).validation.tokens[: 2**16]
+    tokens = text_of(dense).validation.tokens[: 2**16]
     speeds = measure_speed(
         load(str(dense.folder)).model,
         load(str(routed.folder)).model,
@@ -108,10 +123,27 @@ def _sampled(runs: dict[str, Run]) -> dict[str, str]:
     return {kind: PROMPT + generate(str(run.folder), PROMPT, **options)[0].completion for kind, run in runs.items()}
 
 
-def held_out(run: Run) -> str:
-    corpus = corpus_of(run.settings)
-    text: str = corpus.tokenizer.decode([int(token) for token in corpus.validation.tokens[:TRACED]])
-    return text
+def traced(run: Run) -> Trace:
+    """Where the tokens of some held-out text go."""
+    model, tokenizer, *_ = load(str(run.folder))
+    ids = [int(token) for token in text_of(run).validation.tokens[:TRACED]]
+    return trace_tokens(model, ids, tokenizer, context=COMMON["context"], name="the routed model")
+
+
+def _verdict(kind: str, found: dict[str, Any]) -> str:
+    """The routed model against another, in a sentence."""
+    models = dict(zip(LAYERS, found["comparison"]["models"], strict=True))
+    loss, other = models["routed"]["loss"], models[kind]["loss"]
+    change = "{mean:+.4f} nats per byte, from {low:+.4f} to {high:+.4f} over windows"
+    change = change.format(**found["comparison"]["routed_minus"][kind])
+    rows = {(row["what"], row["batch_size"]): row for row in found[f"speed against {kind}"]["rows"]}
+    cache = rows["decode", 1]["cache"]
+    return (
+        f"Against {NAMES[kind]} ({LAYERS[kind]} layers), with the same training FLOPs: the loss with causal routing is "
+        f"{abs(loss / other - 1):.2%} {'lower' if loss < other else 'higher'} ({change}), one text is decoded at "
+        f"{Spread(**rows['decode', 1]['speed_up']):.2f} times the speed, and its cache takes "
+        f"{cache['routed'] / cache['dense']:.2f} times the bytes."
+    )
 
 
 def _column(kind: str, run: Run, found: dict[str, Any]) -> Column:

@@ -18,11 +18,15 @@ def write_json(path: str | Path, value: Any) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write aside, then rename: whoever reads the file reads all of it."""
     aside = Path(f"{path}.part")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> Any:

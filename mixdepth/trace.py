@@ -4,6 +4,7 @@ Shapes: L routed layers, W windows in a pass, C tokens in a window, T tokens of 
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,11 +19,11 @@ from mixdepth.config import check_integer
 from mixdepth.data import load_corpus
 from mixdepth.evaluation import Interval, LayerRouting, evaluating, layer_routing, top_of_same_scores
 from mixdepth.hf import RoutedCausalLM, unwrapped
-from mixdepth.loading import Loaded, load, positions
+from mixdepth.loading import Loaded, load, positions, tokenizer_of
 from mixdepth.router import Router, lookahead, weigh
-from mixdepth.routing import Route
+from mixdepth.routing import Route, first_k, slots
 from mixdepth.tokens import token_texts
-from mixdepth.training import corpus_of
+from mixdepth.training import text_of
 
 MAX_TOKENS = 4096
 """A page with more would be slow to read and to scroll."""
@@ -44,7 +45,7 @@ class Pass(NamedTuple):
     chosen: list[str]
     """(L) strings of T digits: 1 for a token that went through the layer."""
     best: list[str]
-    """The same for the top k of the same scores."""
+    """The same for what training would choose by the same scores: the top k, for expert choice."""
     scores: list[list[float | None]]
     """(L, T)"""
     guesses: list[list[float | None]] | None
@@ -96,14 +97,21 @@ def trace(
     `model` is a run, a folder or a name of the hub, or a model with its `tokenizer`. The text is read in windows of
     `context` tokens, by default as long as in training: over each of them look-ahead takes its top k.
     """
-    loaded = Loaded(model, tokenizer, None, "") if tokenizer is not None else load(str(model))
+    if isinstance(model, str | os.PathLike):
+        loaded = load(str(model))
+    elif tokenizer is None or text is None:
+        raise ValueError("a model that is given as an object needs its tokenizer and a text too")
+    else:
+        loaded = Loaded(model, tokenizer, None, "")
     if context is not None:
         check_integer("context", context, minimum=2)
+        if context > positions(loaded.model):
+            raise ValueError(f"context={context} is beyond the model's {positions(loaded.model)} positions: lower it")
     trained = 1024 if loaded.run is None else loaded.run.settings.context
-    context = min(context or trained, positions(loaded.model))
-    ids = _held_out(loaded, str(model)) if text is None else loaded.tokenizer(text, add_special_tokens=False).input_ids
-    title = name or (type(model).__name__ if tokenizer is not None else str(model))
-    return trace_tokens(loaded.model, ids, loaded.tokenizer, context=context, name=title, note=loaded.note)
+    length = context or min(trained, positions(loaded.model))
+    ids = _held_out(loaded, str(model)) if text is None else _tokens(loaded.tokenizer, text)
+    title = name or (str(model) if isinstance(model, str | os.PathLike) else type(model).__name__)
+    return trace_tokens(loaded.model, ids, loaded.tokenizer, context=length, name=title, note=loaded.note)
 
 
 @torch.no_grad()
@@ -119,8 +127,7 @@ def trace_tokens(
 ) -> Trace:
     """The trace of a text that is tokens already."""
     model = unwrapped(model)
-    if not (isinstance(model, RoutedCausalLM) and model.depth_routers):
-        raise ValueError(f"{name!r} has no routed layers: there are no routes to show")
+    check_routed(model, name)
     if not len(ids):
         raise ValueError("there is no text to route: it is empty")
     notes = [note] if note else []
@@ -150,14 +157,25 @@ def trace_tokens(
     )
 
 
+def check_routed(model: Any, name: str) -> None:
+    """Refuse a model without routes."""
+    if not (isinstance(model, RoutedCausalLM) and model.depth_routers):
+        raise ValueError(f"{name!r} has no routed layers: there are no routes to show")
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text cannot be written in UTF-8 ({error.reason}): give another") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
 def _held_out(loaded: Loaded, name: str) -> list[int]:
-    """The beginnings of documents of the validation text, as many as there is room for."""
-    run = loaded.run
-    if run is None:
-        side = load_corpus("stdlib", name).validation
-    else:
-        side = corpus_of(run.settings, None if run.settings.model is None else str(run.folder)).validation
-    return [int(token) for token in side.tokens[: MAX_TOKENS // 2]]
+    """The beginning of the text that the run has held out, or of the standard library's."""
+    text = load_corpus("stdlib", tokenizer_of(name)) if loaded.run is None else text_of(loaded.run)
+    return [int(token) for token in text.validation.tokens[: MAX_TOKENS // 2]]
 
 
 def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str]) -> Pass:
@@ -171,12 +189,11 @@ def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str])
     for windows in tqdm(batches, desc="routing", unit="pass", leave=False, disable=len(batches) < 3):
         ids = windows.to(device)  # (W, C)
         out: Any = model(ids, output_routes=True, use_cache=False)
-        foretold = F.log_softmax(out.logits.float(), -1)  # (W, C, V)
-        surprise = -foretold[:, :-1].gather(2, ids[:, 1:, None])[..., 0]  # (W, C - 1)
-        found["surprise"].append(F.pad(surprise, (1, 0), value=torch.nan).flatten())
-        found["entropy"].append(-(foretold.exp() * foretold).nan_to_num(0.0).sum(-1).flatten())
+        surprise, entropy = _foretold(out.logits, ids)
+        found["surprise"].append(surprise.flatten())
+        found["entropy"].append(entropy.flatten())
         pairs = list(zip(routers, out.routes, strict=True))
-        best = [top_of_same_scores(route, router.capacity) for router, route in pairs]
+        best = [_as_in_training(router, route) for router, route in pairs]
         found["chosen"].append(torch.stack([route.mask.flatten() for route in out.routes]))  # (L, W * C)
         found["best"].append(torch.stack([mask.flatten() for mask in best]))
         found["scores"].append(torch.stack([route.logits.flatten() for route in out.routes]))
@@ -205,6 +222,20 @@ def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str])
     )
 
 
+def _foretold(logits: Tensor, ids: Tensor, length: int = 128) -> tuple[Tensor, Tensor]:
+    """How unexpected each token is, NaN for the first, and the entropy of the prediction made at it: (W, C) both.
+
+    In parts of some columns, since log-probabilities (W, C, V) take as much memory as the logits.
+    """
+    targets = F.pad(ids[:, 1:], (0, 1))  # (W, C): what each token foretells
+    losses, entropies = [], []
+    for some, target in zip(logits.split(length, 1), targets.split(length, 1), strict=True):  # type: ignore
+        logs = F.log_softmax(some.float(), -1)
+        losses.append(-logs.gather(2, target[..., None])[..., 0])
+        entropies.append(-(logs.exp() * logs).nan_to_num(0.0).sum(-1))
+    return F.pad(torch.cat(losses, 1)[:, :-1], (1, 0), value=torch.nan), torch.cat(entropies, 1)
+
+
 def _batches(tokens: Tensor, context: int, size: int) -> Iterator[Tensor]:
     """Windows (W, C) of the text in order; what does not fill one comes last, alone."""
     whole = len(tokens) // context * context
@@ -212,6 +243,15 @@ def _batches(tokens: Tensor, context: int, size: int) -> Iterator[Tensor]:
         yield from tokens[:whole].view(-1, context).split(size)  # type: ignore[no-untyped-call]
     if whole < len(tokens):
         yield tokens[whole:][None]
+
+
+def _as_in_training(router: Router, route: Route) -> Tensor:
+    """(W, C) bool: what training would choose by the scores of this route."""
+    if router.scheme == "soft":
+        return route.mask
+    if router.scheme == "token_choice":
+        return first_k(route.candidates & (route.logits > router.cutoff), slots(router.capacity, route.real.sum(1)))
+    return top_of_same_scores(route, router.capacity)
 
 
 def _gates(router: Router, route: Route) -> Tensor:
@@ -233,13 +273,14 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, draws: int = 1000) -> Interva
     if not ranks.std(axis=1).all():
         return None
     value = float(round(np.corrcoef(ranks)[0, 1], 12))
-    blocks = len(x) // BLOCK
-    if blocks < 8:
+    blocks = np.array_split(ranks, max(1, round(len(x) / BLOCK)), axis=1)
+    if len(blocks) < 8:
         return Interval(value, None, None)
-    parts = ranks[:, : blocks * BLOCK].reshape(2, blocks, BLOCK)
-    drawn = np.random.default_rng(0).integers(blocks, size=(draws, blocks))
-    again = [np.corrcoef(parts[:, rows].reshape(2, -1))[0, 1] for rows in drawn]
-    low, high = np.nanquantile(again, [0.025, 0.975])
+    drawn = np.random.default_rng(0).integers(len(blocks), size=(draws, len(blocks)))
+    samples = [np.concatenate([blocks[block] for block in row], axis=1) for row in drawn]
+    if not all(sample.std(axis=1).all() for sample in samples):  # too rare to say how sure it is
+        return Interval(value, None, None)
+    low, high = np.quantile([np.corrcoef(sample)[0, 1] for sample in samples], [0.025, 0.975])
     return Interval(value, float(low), float(high))
 
 

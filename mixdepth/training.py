@@ -160,6 +160,11 @@ def corpus_of(config: TrainConfig, tokenizer: str | None = None) -> Corpus:
     )
 
 
+def text_of(run: Run) -> Corpus:
+    """The text that a run was trained on, by the run's own tokenizer."""
+    return corpus_of(run.settings, None if run.settings.model is None else str(run.folder))
+
+
 def main_first(state: PartialState, work: Callable[[], Any]) -> Any:
     """Do it on the first process and hand the result to all; what it refuses, all refuse."""
     answer: list[Any] = [None, None]

@@ -1,13 +1,13 @@
 """The demo, from its start to its report."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from test_page import CHROMIUM, browser, needs_browser  # noqa: F401
 
 from mixdepth.cli import main
-from mixdepth.report.summary import Column, verdict
 
 KINDS = ("dense", "shallow", "routed")
 
@@ -30,7 +30,10 @@ def test_both_models_spend_the_same_flops_and_are_compared_on_the_same_text(fold
     spent = [json.loads((folder / kind / "result.json").read_text())["flops"] for kind in KINDS]
     steps = [json.loads((folder / kind / "run.json").read_text())["steps"] for kind in KINDS]
     assert all(abs(flops - 1e10) <= 1e10 / step for flops, step in zip(spent, steps, strict=True))
-    assert routed["difference_to_first"]["mean"] == pytest.approx(routed["loss"] - dense["loss"])
+    for kind, other in (("dense", dense), ("shallow", shallow)):
+        difference = found["comparison"]["routed_minus"][kind]
+        assert difference["mean"] == pytest.approx(routed["loss"] - other["loss"])
+        assert difference["low"] < difference["mean"] < difference["high"]
     assert routed["parameters"] > dense["parameters"] > shallow["parameters"]
     assert routed["flops_per_token"] == pytest.approx(shallow["flops_per_token"], rel=0.1)
     assert len(routed["layers"]) == 2
@@ -49,6 +52,14 @@ def test_a_second_run_reuses_what_is_done_and_prints_the_same(folder, capsys):
     assert {name: when for name, when in after.items() if not name.endswith("report.html")} == before
     assert "held-out loss, causal" in shown
     assert "a sample of the routed model:\ndef get_" in shown
+    found = json.loads((folder / "results.json").read_text())
+    models = dict(zip(KINDS, (model["loss"] for model in found["comparison"]["models"]), strict=True))
+    for kind, sentence in zip(("dense", "shallow"), shown.splitlines()[-3:-1], strict=True):
+        change = models["routed"] / models[kind] - 1
+        assert f"{abs(change):.2%} {'lower' if change < 0 else 'higher'}" in sentence
+        rows = found[f"speed against {kind}"]["rows"]
+        speed = next(row["speed_up"] for row in rows if (row["what"], row["batch_size"]) == ("decode", 1))
+        assert f"{speed['median']:.2f} ({speed['low']:.2f} to {speed['high']:.2f}) times the speed" in sentence
     assert shown.endswith(f"the report: {folder / 'report.html'}\n")
 
 
@@ -64,6 +75,16 @@ def test_a_demo_that_was_stopped_goes_on(folder, capsys):
     assert json.loads((folder / "results.json").read_text()) == {**found, "samples": samples}
 
 
+def test_what_was_found_of_another_model_is_not_shown_beside_a_new_one(folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    shutil.rmtree(other / "routed")
+    assert main(["demo", "--flops", "1e10", "--capacity", "0.9", "--out", str(other)]) == 0
+    before, after = (json.loads((at / "results.json").read_text())["comparison"]["models"] for at in (folder, other))
+    assert [model["loss"] for model in before][:2] == [model["loss"] for model in after][:2]
+    assert before[2]["loss"] != after[2]["loss"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,6 +92,7 @@ def test_a_demo_that_was_stopped_goes_on(folder, capsys):
         (["--capacity", "1.5"], "capacity must be a fraction in (0, 1], not 1.5"),
         (["--flops", "-1"], "flops must be a positive number"),
         (["--every", "0"], "every must be a whole number of at least 1, not 0"),
+        (["--every", "9"], "every must be at most the model's 4 layers, not 9"),
     ],
 )
 def test_a_wrong_setting_gets_one_sentence_and_leaves_all_as_it_was(folder, arguments, message, capsys):
@@ -102,19 +124,3 @@ def test_the_report_opens_without_errors_or_requests_and_holds_all_of_it(folder,
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
     assert troubles == []
-
-
-def column(**changes) -> Column:
-    values = {"name": "m", "parameters": 100, "flops": 1e9, "tokens": 10, "flops_per_token": 5.0, "loss": 2.0}
-    values |= {"lookahead_loss": 2.0, "bits_per_byte": 3.0, "difference": None, "capacities": [], "training": 1.0}
-    return Column(**{**values, "decode": {1: 10.0, 8: 20.0}, "cache_bytes": 1000, **changes})
-
-
-def test_the_verdict_says_which_way_it_went():
-    routed = column(loss=1.9, decode={1: 12.0, 8: 20.0}, cache_bytes=560)
-    said, other = verdict([column(), column(name="other", loss=1.8), routed])
-    assert "against m: the routed model has seen 1.00 times the text, its loss is 5.00% lower" in said
-    assert "1.20 times the speed" in said
-    assert "0.56 times the bytes" in said
-    assert "against other" in other
-    assert "its loss is 5.56% higher under causal routing (1.9000 against 1.8000 nats per byte)" in other

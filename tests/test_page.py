@@ -171,6 +171,25 @@ def test_the_map_has_the_colour_of_the_choice_in_each_cell_and_hovering_it_selec
 
 
 @needs_browser
+def test_the_page_stays_under_the_pointer_and_the_map_follows_the_keys(opened, trace):
+    page = opened(viewport={"width": 900, "height": 400})
+    canvas = page.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    before = page.evaluate("scrollY")
+    assert before > 0
+    canvas.hover(position={"x": 300, "y": 5})
+    assert page.evaluate("scrollY") == before
+    page.locator(".tokens").focus()
+    page.keyboard.press("End")
+    inside = """([part, whole]) => {
+        const [a, b] = [part, whole].map((name) => document.querySelector(name).getBoundingClientRect());
+        return a.left >= b.left && a.right <= b.right + 1 && a.bottom <= b.bottom + 1;
+    }"""
+    for pair in ([".cursor", ".map"], [".now", ".tokens"]):
+        assert page.evaluate(inside, pair), pair
+
+
+@needs_browser
 def test_keys_move_from_token_to_token_and_from_line_to_line(opened, trace):
     page = opened()
     page.locator(".tokens").focus()
@@ -218,7 +237,7 @@ def test_text_can_be_read_on_every_shade(opened, scheme):
         const paper = getComputedStyle(document.body).backgroundColor;
         const ratio = (one) => {
             const style = getComputedStyle(one);
-            const [a, b] = [light(paper, style.backgroundColor), light(style.color)].sort();
+            const [a, b] = [light(paper, style.backgroundColor), light(style.color)].sort((x, y) => x - y);
             return (b + 0.05) / (a + 0.05);
         };
         return Math.min(...[...document.querySelectorAll(".tokens span, .scale i")].map(ratio));
@@ -235,7 +254,7 @@ def test_a_screen_reader_is_told_of_tokens_choices_and_pictures(opened, trace):
     page = opened()
     assert page.get_by_role("listbox").get_attribute("aria-label").startswith("The text")
     count = depths(trace.causal.chosen)[0]
-    assert page.get_by_role("option").first.get_attribute("aria-label") == f"i: {count} of 3 layers"
+    assert page.get_by_role("option").first.get_attribute("aria-label") == f"i: {count} of 3 routed layers"
     assert page.get_by_role("option", selected=True).count() == 1
     assert page.locator(".details").get_attribute("aria-live") == "polite"
     assert page.get_by_role("radio").count() == 3
@@ -289,9 +308,13 @@ def test_a_page_is_made_from_a_run_from_a_file_and_from_what_was_generated(corpu
         ([run, "--file", str(tmp_path / "binary")], "is not text in UTF-8"),
         ([run, "--text", ""], "there is no text to route"),
         ([run, "--context", "1"], "context must be a whole number of at least 2"),
-        ([run, "--out", str(tmp_path / "no" / "where.html")], "cannot be written"),
+        ([run, "--out", str(tmp_path / "no" / "where.html")], "the page cannot be written to"),
+        ([run, "--out", str(tmp_path)], "the page cannot be written to"),
         (["nowhere"], "'nowhere' is no run"),
     ):
         assert main(["page", *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert main(["generate", run, "a", "--page", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == ""
     assert not os.path.exists(page)
+    assert not list(tmp_path.glob("*.part"))

@@ -80,6 +80,24 @@ def test_a_long_text_is_cut_and_says_so():
     assert found.causal.correlation is None or -1 <= found.causal.correlation.mean <= 1
 
 
+def test_a_model_that_is_given_as_an_object_needs_tokenizer_and_text_and_text_must_be_utf8():
+    model = routed(dtype=torch.float32)
+    for given in ({"text": "!!"}, {"tokenizer": BYTES}):
+        with pytest.raises(ValueError, match="needs its tokenizer and a text too"):
+            mixdepth.trace(model, **given)
+    with pytest.raises(ValueError, match="cannot be written in UTF-8"):
+        mixdepth.trace(model, "a\udcffb", tokenizer=BYTES)
+    with pytest.raises(ValueError, match="context=10000 is beyond the model's"):
+        mixdepth.trace(model, "!!", tokenizer=BYTES, context=10000)
+
+
+def test_token_choice_errs_nowhere_since_training_and_sampling_choose_alike():
+    model = routed(dtype=torch.float32, scheme="token_choice", capacity=0.99)
+    found = trace_tokens(model, token_ids(1, 50)[0].tolist(), BYTES, context=20)
+    assert found.causal.chosen == found.causal.best
+    assert all(layer.precision == layer.recall == 1 for layer in found.causal.layers)
+
+
 def test_one_token_can_be_traced():
     found = trace_tokens(routed(dtype=torch.float32), [40], BYTES)
     assert found.causal.surprise == [None]
@@ -95,6 +113,8 @@ def test_the_rank_correlation_is_spearmans_with_an_interval_around_it():
     assert found.low < found.mean < found.high
     assert found.high - found.low == pytest.approx(4 / np.sqrt(2000), rel=0.3)  # what independent tokens would have
     assert rank_correlation(np.ones(2000), y) is None
+    rare = rank_correlation(np.arange(400) == 7, generator.normal(size=400))  # one token is no evidence of anything
+    assert rare.low is None
     repeated = rank_correlation(x.repeat(16), y.repeat(16))  # neighbours that are alike are no new evidence
     assert repeated.high - repeated.low == pytest.approx(found.high - found.low, rel=0.5)
 

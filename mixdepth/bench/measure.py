@@ -132,6 +132,11 @@ def _training_step(models: dict[str, Any], ids: Tensor, repeats: int, bar: tqdm)
             raise ValueError(
                 f"no parameter of the {kind} model can be trained: leave training out (train_batch_size=0)"
             )
+        if unwrapped(model).dtype == torch.float16:
+            raise ValueError(
+                f"the {kind} model is in float16, in which a training step overflows: leave training out "
+                "(train_batch_size=0), or load it in float32 or bfloat16"
+            )
     with _trained_in_vain(models["dense"]) as dense_step, _trained_in_vain(models["routed"]) as routed_step:
         steps = {"dense": lambda: dense_step(ids), "routed": lambda: routed_step(ids)}
         seconds = interleave(steps, repeats, bar)

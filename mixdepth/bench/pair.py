@@ -14,7 +14,7 @@ from mixdepth.hf import RoutedCausalLM, route, unroute
 from mixdepth.loading import Loaded, load, positions, tokenizer_of
 from mixdepth.settings import CONVERT_DEFAULTS
 from mixdepth.shape import model_config
-from mixdepth.training import corpus_of
+from mixdepth.training import text_of
 
 CALIBRATED_ON, LENGTH = 4, 512
 """Windows by which new routers are set to their capacity, and the tokens in each."""
@@ -83,5 +83,5 @@ def _routed(dense: Any, depth: DepthConfig, ids: Tensor) -> RoutedCausalLM:
 def _corpus(name: str, loaded: Loaded, corpus: str | None) -> Corpus:
     run = loaded.run
     if corpus is None and run is not None:
-        return corpus_of(run.settings, None if run.settings.model is None else str(run.folder))
+        return text_of(run)
     return load_corpus(corpus or "stdlib", tokenizer_of(name))

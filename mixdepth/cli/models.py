@@ -198,10 +198,15 @@ def _generate(
 ) -> None:
     from mixdepth import generate, load
     from mixdepth.generation import legend
+    from mixdepth.report.page import check_path, write_page
+    from mixdepth.trace import check_routed, trace_tokens
 
     network, tokenizer, _, note = load(model)
     if note:
         print(f"mixdepth: {note}", file=sys.stderr)
+    if page is not None:
+        check_path(page)
+        check_routed(network, model)
     live = not show_routes and options.get("num_beams", 1) == 1
     stream = (lambda text: print(text, end="", flush=True)) if live else None
     options |= {"tokenizer": tokenizer, "show_routes": show_routes, "do_sample": not greedy, "stream": stream}
@@ -211,9 +216,6 @@ def _generate(
     for text in texts[live:]:
         print(("---\n" if len(texts) > 1 else "") + (text.colour() if show_routes else text.prompt + text.completion))
     if page is not None:
-        from mixdepth.report.page import write_page
-        from mixdepth.trace import trace_tokens
-
         text = texts[0]
         length = len(text.tokens)  # one window, as it was sampled
         traced = trace_tokens(

@@ -76,7 +76,7 @@ def _add_page(verbs: Any) -> None:
 def _page(model: str, text: str | None, file: str | None, context: int | None, out: str) -> None:
     from pathlib import Path
 
-    from mixdepth.report.page import write_page
+    from mixdepth.report.page import check_path, write_page
     from mixdepth.trace import trace
 
     if text is not None and file is not None:
@@ -86,6 +86,7 @@ def _page(model: str, text: str | None, file: str | None, context: int | None, o
             text = Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file!r} is not text in UTF-8 ({error.reason}): give another --file") from error
+    check_path(out)
     print(write_page(trace(model, text, context=context), out))
 
 

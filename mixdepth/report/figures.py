@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib.util
 import io
 import re
 from collections.abc import Callable
@@ -42,14 +43,19 @@ def drawing(draw: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Any:
-        try:
-            from matplotlib import rc_context
-        except ImportError as error:
-            raise ValueError("plots need Matplotlib: pip install 'mixdepth[plots]'") from error
+        check_matplotlib()
+        from matplotlib import rc_context
+
         with rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return drawn
+
+
+def check_matplotlib() -> None:
+    """Refuse to draw without it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots need Matplotlib: pip install 'mixdepth[plots]'")
 
 
 def panels(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ function mount(section) {
   const find = (selector) => section.querySelector(selector);
   const numLayers = data.layers.length;
   const numTokens = data.tokens.length;
+  const unit = data.settings.scheme === "early_exit" ? "exits" : "routed layers";
   const box = find(".tokens");
   const canvas = find("canvas");
   const details = find(".details");
@@ -59,7 +60,7 @@ function mount(section) {
       letter.style.setProperty("--d", amount / numLayers);
       letter.style.setProperty("--m", view === "difference" ? missed(t) / numLayers : 0);
       letter.dataset.depth = amount;
-      const said = view === "difference" ? `${amount} too many, ${missed(t)} missed` : `${amount} of ${numLayers} layers`;
+      const said = view === "difference" ? `${amount} too many, ${missed(t)} missed` : `${amount} of ${numLayers} ${unit}`;
       letter.setAttribute("aria-label", `${visible(data.tokens[t])}: ${said}`);
       letter.setAttribute("aria-selected", t === current);
     });
@@ -76,11 +77,11 @@ function mount(section) {
   function depthScale() {
     const steps = Array.from({ length: numLayers + 1 }, (_, n) => n).filter((n) => numLayers < 13 || n % Math.ceil(numLayers / 12) === 0);
     const colour = (n) => `color-mix(in oklab, var(--hot) ${(100 * n) / numLayers}%, transparent)`;
-    return ["routed layers that a token went through: ", ...steps.map((n) => swatch(n, colour(n)))];
+    return [`${unit} that a token went through: `, ...steps.map((n) => swatch(n, colour(n)))];
   }
 
   function differenceScale() {
-    return ["against the top k of the same scores: ", swatch("taken, not in the top k", "var(--extra)"), swatch("in the top k, missed", "var(--missed)")];
+    return ["against what training would choose by the same scores: ", swatch("taken, not chosen there", "var(--extra)"), swatch("chosen there, missed", "var(--missed)")];
   }
 
   function show(t, scroll = false) {
@@ -91,7 +92,7 @@ function mount(section) {
     letter.classList.add("now");
     letter.setAttribute("aria-selected", true);
     box.setAttribute("aria-activedescendant", letter.id);
-    if (scroll) letter.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (scroll) bringIntoView(letter);
     const p = pass();
     const rows = data.layers.map((index, layer) => {
       const verdict = (taken(layer, current) ? "✓" : "–") + (taken(layer, current) === best(layer, current) ? "" : best(layer, current) ? " missed" : " extra");
@@ -101,11 +102,20 @@ function mount(section) {
     const head = ["layer", "through", "score", ...(p.guesses ? ["guess"] : []), "gate"];
     details.replaceChildren(
       element("h3", { textContent: visible(data.tokens[current]) }),
-      element("p", { textContent: `token ${current + 1} of ${numTokens}, through ${depth(current)} of ${numLayers} routed layers` }),
+      element("p", { textContent: `token ${current + 1} of ${numTokens}, through ${depth(current)} of ${numLayers} ${unit}` }),
       element("p", { textContent: `surprise ${number(p.surprise[current], 2)} nats; its own prediction has an entropy of ${number(p.entropy[current], 2)}` }),
       table("", head, rows),
     );
     point();
+  }
+
+  // Within the text and within the map: the page itself stays where it is, under the reader's pointer.
+  function bringIntoView(letter) {
+    const above = letter.offsetTop - box.scrollTop;
+    if (above < 0 || above + letter.offsetHeight > box.clientHeight) box.scrollTop = letter.offsetTop - box.clientHeight / 2;
+    const map = find(".map");
+    const left = axis + current * cellWidth - map.scrollLeft;
+    if (left < axis || left + cellWidth > map.clientWidth) map.scrollLeft = axis + current * cellWidth - map.clientWidth / 2;
   }
 
   function point() {
@@ -201,7 +211,7 @@ function mount(section) {
       return [`layer ${index}`, percent(data.capacities[layer]), percent(found.capacity), percent(found.precision), percent(found.recall)];
     });
     find(".layers").replaceChildren(
-      table("Precision: of the tokens that were taken, how many are in the top k of the same scores. Recall: of the top k, how many were taken.",
+      table("Precision: of the tokens that were taken, how many training would choose by the same scores. Recall: of those that training would choose, how many were taken.",
         ["", "capacity", "realised", "precision", "recall"], rows),
     );
     const c = p.correlation;

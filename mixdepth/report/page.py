@@ -21,9 +21,16 @@ def write_page(trace: Trace, path: str | Path) -> Path:
     return path
 
 
+def check_path(path: str | Path) -> None:
+    """Refuse what could not be written, before there is work to lose."""
+    if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
+        raise ValueError(f"the page cannot be written to {str(path)!r}: name a file in a folder that exists")
+
+
 def document(title: str, *sections: str) -> str:
     """A self-contained page. Sections are HTML; the title is text."""
-    style, script = (files("mixdepth.report").joinpath(name).read_text() for name in ("page.css", "page.js"))
+    parts = files("mixdepth.report")
+    style, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return f"""<!doctype html>
 <html lang="en">
 <head>

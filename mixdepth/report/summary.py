@@ -60,13 +60,18 @@ def summary(models: Sequence[Column]) -> str:
 
 
 def write_report(
-    path: Path, models: Sequence[Column], found: dict[str, Any], runs: Sequence[Run], traced: Trace
+    path: Path,
+    models: Sequence[Column],
+    verdict: Sequence[str],
+    found: dict[str, Any],
+    runs: Sequence[Run],
+    traced: Trace,
 ) -> Path:
     """Write the report: the table, the curves, speeds and their limits, samples, and where tokens go."""
     samples = "".join(f"<h3>{escape(kind)}</h3><pre>{escape(text)}</pre>" for kind, text in found["samples"].items())
     speeds = [value["table"] for name, value in found.items() if name.startswith("speed")]
     sections = (
-        *(f"<p>{escape(sentence)}</p>" for sentence in verdict(models)),
+        *(f"<p>{escape(sentence)}</p>" for sentence in verdict),
         _table(_rows(models)),
         '<p class="note">One seed and minutes of training: this shows how it works, not which is better. '
         "The comparison over sizes and seeds is mixdepth isoflop.</p>",
@@ -79,23 +84,6 @@ def write_report(
     with writing(path):
         write_text(path, document(TITLE, *sections))
     return path
-
-
-def verdict(models: Sequence[Column]) -> list[str]:
-    """The result in a sentence for each dense model; the routed one is the last."""
-    *others, routed = models
-    return [_against(routed, other) for other in others]
-
-
-def _against(routed: Column, other: Column) -> str:
-    change = routed.loss / other.loss - 1
-    speed, size = routed.decode[1] / other.decode[1], routed.cache_bytes / other.cache_bytes
-    return (
-        f"With the same training FLOPs, against {other.name}: the routed model has seen "
-        f"{routed.tokens / other.tokens:.2f} times the text, its loss is {abs(change):.2%} "
-        f"{'lower' if change < 0 else 'higher'} under causal routing ({routed.loss:.4f} against {other.loss:.4f} nats "
-        f"per byte), it decodes at {speed:.2f} times the speed, and its cache takes {size:.2f} times the bytes."
-    )
 
 
 def _rows(models: Sequence[Column]) -> list[list[str]]:
