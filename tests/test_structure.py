@@ -110,6 +110,7 @@ def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path)
         (["nowhere"], "'nowhere' is not a model's folder: it has no config.json"),
         ([str(tmp_path)], "config"),
         ([str(folder), "--capacity", "0.5"], "is routed already: leave out --capacity"),
+        ([str(folder), "--every", "1", "--routed-layers", "1"], "leave out --every and --routed-layers"),
         (["--tokens", "0"], "num_tokens must be a whole number of at least 1, not 0"),
         (["--width", "33"], "width must be a multiple of 16"),
         (["--scheme", "soft", "--capacity", "0.5"], "scheme='soft' processes every token"),

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, routing_settings, split
+from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, flag_of, routing_settings, split
 from mixdepth.config import DepthConfig
 from mixdepth.settings import (
     CONVERT_DEFAULTS,
@@ -261,7 +261,8 @@ def _flops(tokens: int, folder: str | None, **options: Any) -> None:
     from mixdepth import flops
 
     shape = {name: options.pop(f"shape_{name}") for name in SHAPE}
-    flops.report(tokens, folder, shape, settings=routing_settings(options))
+    settings = routing_settings(options)
+    flops.report(tokens, folder, shape, settings, [flag_of(name, ROUTING_FLAGS) for name in settings])
 
 
 VERBS = (_add_train, _add_convert, _add_tune, _add_eval, _add_generate, _add_serve, _add_flops)
