@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
@@ -10,6 +12,13 @@ import pytest
 import torch
 import transformers
 from corpora import documents, write_folder
+
+multiprocessing.set_forkserver_preload(["mixdepth"])  # processes that tests start need not import it each
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a trainer's `gc.collect()` need not look at all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,15 +3,14 @@
 import json
 import math
 import os
-import resource
 import shutil
-import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from corpora import TINY, call, command, documents, flags, lines, write_folder
+from corpora import TINY, call, call_in_two, documents, flags, lines, refusal, start, write_folder
 from safetensors.torch import load_file
 
 import mixdepth
@@ -27,29 +26,26 @@ def weights(run):
     return (run / "model.safetensors").read_bytes()
 
 
-def start(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
-
-
-def kill_when(process, condition):
+def kill_when(process, log, condition):
     """Kill -9 as soon as the condition holds."""
     while not condition():
-        assert process.poll() is None, process.stderr.read().decode()
+        assert process.is_alive(), log.read_text()
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("scheme", ["expert_choice", "random"])
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(scheme, corpus, tmp_path):
-    # 700 steps of 4 windows are more than two epochs; capacity falls over the first kills; lines between checkpoints
-    settings = {**TINY, "corpus": corpus, "steps": 700, "save_every": 100, "eval_every": 250, "capacity_steps": 240}
+    # 350 steps of 4 windows are more than two epochs; capacity falls over the first kills; lines between checkpoints
+    text = write_folder(tmp_path / "texts", documents(18))
+    settings = {**TINY, "corpus": text, "steps": 350, "save_every": 50, "eval_every": 125, "capacity_steps": 120}
     rule = {"scheme": scheme} | ({"causal": "threshold"} if scheme == "expert_choice" else {})
     arguments = ["train", *flags({**settings, **rule, "capacity": 0.25})]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = call(*arguments, "--out", str(whole))
     assert process.returncode == 0, process.stderr
+    assert 2 * len(load_corpus(text).train.windows(32)) < 350 * 4
 
     def half_written():
         return [path for path in killed.glob("checkpoint-*") if not (path / "complete.json").exists()]
@@ -58,19 +54,21 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(scheme, co
         lambda: (killed / "metrics.jsonl").exists() and len(lines_so_far(killed)) > 3,  # before any checkpoint
         half_written,  # while one is being written
         lambda: (
-            (killed / "checkpoint-200/complete.json").exists() and len(lines_so_far(killed)) > 75
+            (killed / "checkpoint-100/complete.json").exists() and len(lines_so_far(killed)) > 38
         ),  # and lines after
-        lambda: (killed / "checkpoint-500/complete.json").exists(),
+        lambda: (killed / "checkpoint-250/complete.json").exists(),
         lambda: (killed / "model.safetensors").exists(),  # when all that is missing is the last file
     ]
     caught_half_written = False
-    for moment in moments:
-        kill_when(start(*arguments, "--out", str(killed)), moment)
+    for moment in moments if scheme == "expert_choice" else moments[2:3]:  # what is random goes on where it was
+        log = tmp_path / "log"
+        kill_when(start(*arguments, "--out", str(killed), log=log), log, moment)
         caught_half_written |= bool(half_written())
         assert not (killed / "result.json").exists()
     process = call(*arguments, "--out", str(killed))
     assert process.returncode == 0, process.stderr
-    assert caught_half_written
+    assert "going on from checkpoint-" in process.stderr
+    assert caught_half_written or scheme == "random"
     assert weights(killed) == weights(whole)
     assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert (killed / "result.json").read_bytes() == (whole / "result.json").read_bytes()
@@ -243,16 +241,14 @@ def interrupted(finished, tmp_path):
 
 
 def again(run):
-    """The same command once more, in a process of its own."""
+    """The same command once more."""
     return call("train", *same(run), "--out", str(run))
 
 
 def same(run):
     """The flags that the run was started with."""
     settings = Run(run).settings
-    return flags(
-        {name: getattr(settings, name) for name in (*TINY, "corpus", "steps", "save_every")} | {"capacity": 0.25}
-    )
+    return flags({name: getattr(settings, name) for name in (*TINY, "corpus", "steps")} | {"capacity": 0.25})
 
 
 @pytest.mark.parametrize("file", ["state/shard-00001-model-00001-of-00001.safetensors", "trainer_state.json"])
@@ -267,22 +263,17 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(file, int
     assert (interrupted / "damaged-checkpoint-60").is_dir()  # for whoever wants to look
 
 
-def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished):
+def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished, tmp_path):
     shutil.rmtree(interrupted / "checkpoint-60")
-    arguments = command("train", *same(interrupted), "--out", str(interrupted))
-    limit = 20_000  # bytes in a file: the logs fit, a checkpoint does not
-
-    def small_disk():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(arguments, capture_output=True, text=True, env=environment, preexec_fn=small_disk)
-    assert process.returncode == 2
-    last = process.stderr.splitlines()[-1]
-    assert "checkpoint-60' cannot be written" in last
-    assert "goes on from there" in last
-    assert "Traceback" not in process.stderr
+    log = tmp_path / "log"
+    # bytes in a file: the logs fit, a checkpoint does not
+    process = start("train", *same(interrupted), "--out", str(interrupted), log=log, file_size=20_000)
+    process.join()
+    assert process.exitcode == 2
+    said = log.read_text()
+    assert "checkpoint-60' cannot be written" in said.splitlines()[-1]
+    assert "goes on from there" in said.splitlines()[-1]
+    assert "Traceback" not in said
     assert [path.name for path in Run(interrupted).checkpoints()] == ["checkpoint-40"]
     assert again(interrupted).returncode == 0
     assert weights(interrupted) == weights(finished / "mod")
@@ -313,68 +304,55 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-@pytest.fixture
-def refused(capsys):
-    """The sentence by which a command is refused."""
-
-    def sentence(*arguments):
-        assert main([*arguments]) == 2
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("mixdepth: ")
-        return last
-
-    return sentence
-
-
-def test_a_folder_with_another_run_is_refused_and_the_difference_named(finished, refused):
+def test_a_folder_with_another_run_is_refused_and_the_difference_named(finished):
     other = [*same(finished / "mod"), "--out", str(finished / "mod")]
-    message = refused("train", *other, "--seed", "3", "--weight-decay", "0.2", "--gate", "tanh")
+    message = refusal("train", *other, "--seed", "3", "--weight-decay", "0.2", "--gate", "tanh")
     assert "weight_decay was 0.1 and is now 0.2; seed was 0 and is now 3" in message
     assert "depth.gate was 'raw' and is now 'tanh'" in message
     assert "Choose another --out" in message
     dense = [part for part in other if part not in ("--capacity", "0.25")]
-    assert "holds a run of a routed model: choose another --out" in refused("train", *dense, "--dense")
+    assert "holds a run of a routed model: choose another --out" in refusal("train", *dense, "--dense")
     dense = [*same(finished / "dense"), "--out", str(finished / "dense")]
-    assert "holds a run of a dense model: choose another --out" in refused("train", *dense)
+    assert "holds a run of a dense model: choose another --out" in refusal("train", *dense)
 
 
-def test_a_run_whose_corpus_has_changed_is_refused(corpus, tmp_path, refused):
+def test_a_run_whose_corpus_has_changed_is_refused(corpus, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(documents(20)))
     arguments = ["train", *flags({**TINY, "steps": 3, "corpus": text}), "--out", str(tmp_path / "run")]
     assert main(arguments) == 0
     text.write_text("".join(documents(21)))
     (tmp_path / "run" / "result.json").unlink()
-    assert "is no longer what" in refused(*arguments)
+    assert "is no longer what" in refusal(*arguments)
 
 
-def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted, refused):
+def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted):
     about = json.loads((interrupted / "run.json").read_text())
     (interrupted / "run.json").write_text(json.dumps({**about, "learning_rate": 0.5}))
-    message = refused("train", *same(interrupted), "--out", str(interrupted))
+    message = refusal("train", *same(interrupted), "--out", str(interrupted))
     assert "in which learning_rate was 0.5 and not 0.004" in message
 
 
-def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path, refused):
+def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3})]
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("Dear")
-    assert "holds 'dear.txt' and no run.json" in refused(*arguments, "--out", str(tmp_path / "letters"))
+    assert "holds 'dear.txt' and no run.json" in refusal(*arguments, "--out", str(tmp_path / "letters"))
     assert os.listdir(tmp_path / "letters") == ["dear.txt"]
-    assert "is a file" in refused(*arguments, "--out", str(tmp_path / "letters" / "dear.txt"))
+    assert "is a file" in refusal(*arguments, "--out", str(tmp_path / "letters" / "dear.txt"))
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "run.json").write_text('{"settings": {')
-    assert "run.json' is damaged" in refused(*arguments, "--out", str(tmp_path / "half"))
-    assert "cannot be written" in refused(*arguments, "--out", "/proc/run")
+    assert "run.json' is damaged" in refusal(*arguments, "--out", str(tmp_path / "half"))
+    assert "cannot be written" in refusal(*arguments, "--out", "/proc/run")
 
 
-def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path, refused):
+def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3000}), "--out", str(tmp_path / "run")]
-    first = start(*arguments)
+    first = start(*arguments, log=tmp_path / "log")
     while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert first.poll() is None
+        assert first.is_alive()
         time.sleep(0.05)
-    message = refused(*arguments)
+    message = refusal(*arguments)
     first.kill()
     assert "another process is training in" in message
 
@@ -404,9 +382,9 @@ def test_two_processes_do_not_train_in_one_folder(corpus, tmp_path, refused):
         ({"steps": 3, "dense": "", "gate": "raw"}, "a dense model has no gate"),
     ],
 )
-def test_a_wrong_setting_is_answered_in_a_sentence(change, message, corpus, tmp_path, refused):
+def test_a_wrong_setting_is_answered_in_a_sentence(change, message, corpus, tmp_path):
     settings = flags({**TINY, "corpus": corpus, **change})
-    assert message in refused("train", *(part for part in settings if part), "--out", str(tmp_path / "run"))
+    assert message in refusal("train", *(part for part in settings if part), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -418,7 +396,7 @@ def test_a_run_that_diverges_stops_and_says_so(corpus, tmp_path):
 
 @pytest.mark.parametrize("setting", ["bf16", "compile", "gradient_checkpointing"])
 def test_other_ways_of_computing_train_alike(setting, finished, corpus, tmp_path):
-    settings = {**TINY, "corpus": corpus, "steps": 6, "save_every": 6}
+    settings = {**TINY, "corpus": corpus, "steps": 6}
     depth = mixdepth.DepthConfig(capacity=0.25)
     runs = [
         mixdepth.train(tmp_path / str(value), **settings, depth=depth, **{setting: value}) for value in (False, True)
@@ -438,14 +416,15 @@ def test_a_compiled_run_stays_compiled_while_capacity_falls(corpus, tmp_path):
         return graph.forward
 
     torch._dynamo.reset()
-    settings = {**TINY, "corpus": corpus, "steps": 20, "capacity_steps": 16, "log_every": 100, "save_every": 100}
-    config = mixdepth.TrainConfig(**settings, compile=True, depth=mixdepth.DepthConfig(capacity=0.25))
+    settings = {**TINY, "layers": 1, "corpus": corpus, "steps": 10, "capacity_steps": 9, "log_every": 100}
+    depth = mixdepth.DepthConfig(capacity=0.25, every=1)
+    config = mixdepth.TrainConfig(**settings, compile=True, depth=depth)
     compile_model = torch.compile
     with pytest.MonkeyPatch.context() as patch:  # counted, and not translated to machine code
         patch.setattr(torch, "compile", lambda model, **options: compile_model(model, backend=count))
         mixdepth.train(tmp_path / "run", config)
     torch._dynamo.reset()
-    assert len(compiled) >= 17  # one for each capacity, and the target's among them
+    assert len(compiled) >= 10  # one for each capacity, and the target's among them: torch itself would stop at 8
 
 
 def test_experts_are_balanced_and_their_loss_is_told(corpus, tmp_path):
@@ -462,7 +441,7 @@ def test_experts_are_balanced_and_their_loss_is_told(corpus, tmp_path):
 def test_the_clock_stands_still_while_something_else_is_done(corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 30, "log_every": 30, "depth": None, "eval_windows": 50}
     start = time.perf_counter()
-    run = mixdepth.train(tmp_path / "run", **settings, eval_every=2, save_every=3)
+    run = mixdepth.train(tmp_path / "run", **{**settings, "eval_every": 2, "save_every": 3})
     whole = time.perf_counter() - start
     timings = lines(run.folder / "timings.jsonl")
     trained = sum(line["seconds"] for line in timings)
@@ -489,42 +468,52 @@ def test_tensorboard_gets_the_same_numbers(corpus, tmp_path):
 @pytest.mark.parametrize(("engine", "causal"), [("ddp", "threshold"), ("fsdp", "predictor")])
 def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine, causal, corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 40, "save_every": 20, "predictor_loss_coef": 0.5, "capacity": 0.25}
-    arguments = ["train", *flags({**settings, "causal": causal})]
-    assert call(*arguments, "--out", str(tmp_path / "one")).returncode == 0
-    two = tmp_path / "two"
-    process = call(*arguments, "--engine", engine, "--out", str(two), processes=2)
-    assert process.returncode == 0, process.stderr
-    compare(two, tmp_path / "one")
-    metrics, model = (two / "metrics.jsonl").read_bytes(), weights(two)
+    arguments = ["train", *flags({**settings, "causal": causal, "engine": engine}), "--out"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert call(*arguments, str(one)).returncode == 0
+    codes, said = call_in_two(*arguments, str(two), log=tmp_path / "log")
+    assert codes == [0, 0], said
+    compare(two, one)
 
-    # One process loads the two's checkpoint and goes on with it; two go on with that of one.
-    for run, processes in ((two, 1), (tmp_path / "one", 2), (two, 2)):
-        other = tmp_path / f"from_{run.name}_to_{processes}"
-        shutil.copytree(run, other)
+    # One process loads the two's checkpoint and goes on with it; two go on with that of one, and with their own.
+    for run, processes in ((two, 1), (one, 2), (two, 2)):
+        other = shutil.copytree(run, tmp_path / f"from_{run.name}_to_{processes}")
         (other / "result.json").unlink()
         shutil.rmtree(other / "checkpoint-40")
-        process = call(*arguments, "--engine", engine, "--out", str(other), processes=processes)
-        assert process.returncode == 0, process.stderr
-        assert "going on from checkpoint-20" in process.stderr
-        compare(other, tmp_path / "one")
-        if (run, processes) == (two, 2):
-            assert (other / "metrics.jsonl").read_bytes() == metrics
-            assert weights(other) == model
+        if processes == 1:
+            said = call(*arguments, str(other)).stderr
+        else:
+            codes, said = call_in_two(*arguments, str(other), log=tmp_path / f"{other.name}.log")
+            assert codes == [0, 0], said
+        assert said.count("going on from checkpoint-20") == 1
+        compare(other, one)
+    assert (other / "metrics.jsonl").read_bytes() == (two / "metrics.jsonl").read_bytes()
+    assert weights(other) == weights(two)
+
+
+def test_torchrun_starts_processes_that_train_together(corpus, tmp_path):
+    arguments = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments += ["-m", "mixdepth", "train", *flags({**TINY, "corpus": corpus, "steps": 3}), "--out"]
+    process = subprocess.run([*arguments, str(tmp_path / "two")], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == Run(tmp_path / "two").result  # told once
+    compare(tmp_path / "two", mixdepth.train(tmp_path / "one", **TINY, corpus=corpus, steps=3).folder)
 
 
 def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 3}
     arguments = ["train", *flags({**settings, "batch_size": 5}), "--out", str(tmp_path / "run")]
-    process = call(*arguments, processes=2)
-    assert process.returncode != 0
-    assert process.stderr.count("batch_size=5 cannot be shared by 2 processes: make it a multiple") == 1
-    assert "mixdepth/training.py" not in process.stderr
+    codes, said = call_in_two(*arguments, log=tmp_path / "first.log")
+    assert codes == [2, 2]
+    assert said.count("batch_size=5 cannot be shared by 2 processes: make it a multiple") == 1
+    assert "mixdepth/training.py" not in said
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
-    process = call("train", *flags(settings), "--out", str(tmp_path / "run"), processes=2)
-    assert process.stderr.count("holds 'mine.txt' and no run.json") == 1
-    assert "Connection closed" not in process.stderr
+    codes, said = call_in_two("train", *flags(settings), "--out", str(tmp_path / "run"), log=tmp_path / "second.log")
+    assert codes == [2, 2]
+    assert said.count("holds 'mine.txt' and no run.json") == 1
+    assert "Connection closed" not in said
 
 
 def compare(run, expected):
