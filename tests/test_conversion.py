@@ -148,8 +148,16 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
     [
         ({"gate": "raw"}, {}, "gate='raw' changes what a pretrained model computes before it is tuned"),
         ({"scheme": "soft", "capacity": 1.0}, {}, "scheme='soft' processes every token and makes nothing cheaper"),
-        ({"layers": (1,)}, {"choose": "auto"}, r"layers=\[1\] has no meaning beside choose='auto'"),
-        ({"capacity": (0.5, 0.25)}, {"choose": "auto"}, "needs one capacity for all layers, not a list"),
+        (
+            {"layers": (1,)},
+            {"choose": "auto", "corpus": "nowhere"},
+            r"layers=\[1\] has no meaning beside choose='auto'",
+        ),
+        (
+            {"capacity": (0.5, 0.25)},
+            {"choose": "auto", "corpus": "nowhere"},
+            "needs one capacity for all layers, not a list",
+        ),
         ({"capacity": (0.5, 0.25, 0.1)}, {}, "capacity lists 3 values for 2 routed layers"),
         ({"scheme": "early_exit"}, {}, "capacity must fall from one exit to the next"),
         ({}, {"choose": "auto", "context": 4096}, "context=4096 is beyond the 128 positions of"),
