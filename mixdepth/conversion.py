@@ -93,6 +93,7 @@ def convert(
         check_settings(model, depth)
         costs = None
         if choose is not None:
+            check_open(depth)
             text = (
                 load_corpus(corpus, tokenizer_of(name))
                 .train.windows(context or min(512, positions(model)))
@@ -128,12 +129,17 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def choose_layers(model: Any, depth: DepthConfig, batches: Iterable[Tensor]) -> tuple[DepthConfig, dict[int, float]]:
-    """The same routing on the layers that can best be spared, and what each layer's absence costs."""
+def check_open(depth: DepthConfig) -> None:
+    """Refuse routing in which the layers are chosen already."""
     if depth.layers is not None:
         raise ValueError(f"layers={list(depth.layers)} has no meaning beside choose='auto': give one of them")
     if not isinstance(depth.capacity, float):
         raise ValueError("choose='auto' needs one capacity for all layers, not a list")
+
+
+def choose_layers(model: Any, depth: DepthConfig, batches: Iterable[Tensor]) -> tuple[DepthConfig, dict[int, float]]:
+    """The same routing on the layers that can best be spared, and what each layer's absence costs."""
+    assert isinstance(depth.capacity, float)
     number = len(depth.routed_layers(len(decoder_layers(model))))
     costs = layer_costs(model, batches, depth.capacity, depth.target)
     return replace(depth, layers=cheapest(costs, number), every=2, first=None), costs

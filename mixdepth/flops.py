@@ -9,7 +9,7 @@ import bisect
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,10 +168,13 @@ def _weights(module: nn.Module | None) -> int:
     return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
 
 
-def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], settings: dict[str, Any]) -> None:
+def report(
+    num_tokens: int, folder: str | None, shape: dict[str, int | None], settings: dict[str, Any], flags: Sequence[str]
+) -> None:
     """Print the count of a model that is described and not built: its weights take no memory.
 
-    The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder.
+    The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder. Settings of routing
+    were given by `flags`.
     """
     if folder is None:
         config = model_config(**{name: value for name, value in shape.items() if value is not None})
@@ -185,7 +188,7 @@ def report(num_tokens: int, folder: str | None, shape: dict[str, int | None], se
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         if settings and isinstance(model, RoutedCausalLM):
-            raise ValueError(f"{folder!r} is routed already: leave out --{next(iter(settings)).replace('_', '-')}")
+            raise ValueError(f"{folder!r} is routed already: leave out {' and '.join(flags)}")
         model = route(model, **settings) if settings else model
         count = count_flops(model, num_tokens)
         print(f"{type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters, {num_tokens} tokens")

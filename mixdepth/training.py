@@ -276,6 +276,7 @@ def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, nu
     )
 
 
+@functools.cache
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """FLOPs in a second of a large matrix product: what this machine can do at best."""
     x = torch.ones(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)

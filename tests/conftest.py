@@ -1,3 +1,5 @@
+import gc
+import multiprocessing
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
@@ -9,7 +11,16 @@ os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), 
 import pytest
 import torch
 import transformers
-from corpora import documents, write_folder
+from corpora import TINY, documents, write_folder
+
+import mixdepth
+
+multiprocessing.set_forkserver_preload(["mixdepth"])  # processes that tests start need not import it each
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a trainer's `gc.collect()` need not look at all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +37,14 @@ def corpus(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXDEPTH_CACHE", str(folder / "cache"))
         yield write_folder(folder / "texts", documents())
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A finished routed run and its dense twin."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {**TINY, "corpus": corpus, "steps": 60, "save_every": 20}
+    depth = mixdepth.DepthConfig(capacity=0.25)
+    mixdepth.train(folder / "mod", **settings, depth=depth)
+    mixdepth.train(folder / "dense", **settings, depth=None)
+    return folder

@@ -1,11 +1,19 @@
-"""A small corpus of real text, and settings of runs that take seconds."""
+"""A small corpus of real text, settings of runs that take seconds, and ways to call the command line."""
 
 import json
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from mixdepth.cli import main
 from mixdepth.sources import stdlib_files
 
 TINY = {
@@ -16,8 +24,9 @@ TINY = {
     "log_every": 3,
     "eval_windows": 8,
     "learning_rate": 4e-3,
+    "save_every": 1000,
 }
-"""Layer 1 of 2 is routed."""
+"""Layer 1 of 2 is routed; there is one checkpoint, at the end, unless a test wants more."""
 
 
 def documents(number: int = 40, size: int = 1200) -> list[str]:
@@ -43,20 +52,58 @@ def flags(settings: dict) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def command(*arguments: str, processes: int = 1) -> list[str]:
-    start = [sys.executable]
-    if processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*start, "-m", "mixdepth", *arguments]
+def call(*arguments: str) -> subprocess.CompletedProcess:
+    """The command line, in this process: to import all of it once more takes longer than most commands."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
+        code = main(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
-def call(*arguments: str, processes: int = 1, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*arguments, processes=processes),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+def refusal(*arguments: str) -> str:
+    """The sentence by which a command is refused."""
+    process = call(*arguments)
+    assert process.returncode == 2
+    sentence = process.stderr.splitlines()[-1]
+    assert sentence.startswith("mixdepth: ")
+    return sentence
+
+
+def start(*arguments: str, log: Path, file_size: int | None = None, **environment: str) -> ForkServerProcess:
+    """The command line in a process and a session of its own, forked from a server that has imported mixdepth already.
+
+    What it says is added to `log`. No file may grow beyond `file_size` bytes.
+    """
+    process = get_context("forkserver").Process(
+        target=_command, args=(arguments, log, file_size, {**os.environ, **environment})
     )
+    process.start()
+    return process
+
+
+def _command(arguments: list[str], log: Path, file_size: int | None, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if file_size is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    sys.exit(main(arguments))
+
+
+def call_in_two(*arguments: str, log: Path) -> tuple[list[int | None], str]:
+    """The command line in two processes that train together: their exit codes, and what they said."""
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(*arguments, log=log, RANK=str(rank), LOCAL_RANK=str(rank), **together) for rank in range(2)]
+    for process in ranks:
+        process.join()
+    return [process.exitcode for process in ranks], log.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def lines(file: Path) -> list[dict]:

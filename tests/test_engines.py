@@ -1,15 +1,14 @@
 """Law 10: compilation, activation checkpointing and gradient accumulation change nothing."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from test_laws import ALL_VARIANTS, EXPERT_VARIANTS
 from tiny import routed, token_ids
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from two_processes import rank_main
 
 import mixdepth
 from mixdepth.hf.layer import RoutedLayer
@@ -139,16 +138,8 @@ def test_two_processes_have_the_gradients_and_thresholds_of_one(engine, tmp_path
         "gate_on_mlp",
     ]
     variants += ["staged", "expert_choice", "integrated"]
-    main = [sys.executable, str(Path(__file__).with_name("two_processes.py"))]
-    ranks = [
-        subprocess.Popen(
-            [*main, str(rank), engine, str(tmp_path / "store"), *variants], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-2000:]
+    arguments = (engine, str(tmp_path / "store"), variants)
+    mp.start_processes(rank_main, arguments, nprocs=2, start_method="forkserver")
 
 
 class KeepGradients(TrainerCallback):

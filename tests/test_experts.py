@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from test_laws import EXPERT_VARIANTS, left_padded
+from test_laws import EXPERT_VARIANTS, every_expert_case, left_padded
 from tiny import dense, routed, tiny_config, token_ids
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +18,7 @@ every_architecture = pytest.mark.parametrize("architecture", EXPERTS)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
-@every_architecture
+@every_expert_case
 def test_fused_kernels_compute_what_the_eager_experts_do(architecture, variant, implementation):
     model = routed(architecture, torch.float32, **EXPERT_VARIANTS[variant])
     ids, mask = left_padded()

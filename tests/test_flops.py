@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_laws import EXPERT_VARIANTS, VARIANTS
+from test_laws import EXPERT_VARIANTS, VARIANTS, every_expert_case
 from tiny import dense, routed, tiny_config, token_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixdepth
-from mixdepth.hf.architectures import EXPERTS, HALVES, decoder_layers
+from mixdepth.hf.architectures import HALVES, decoder_layers
 from mixdepth.routing import slots
 
 REFUSED = {
@@ -34,19 +34,23 @@ def test_a_dense_models_count_equals_torchs_or_is_refused(architecture):
         assert mixdepth.count_flops(model, 31).total == counted(model, token_ids(1, 31))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox", "deepseek_v3"])
-@pytest.mark.parametrize("variant", VARIANTS)
+def routed_cases():
+    for architecture in ("llama", "mistral", "qwen3", "gpt2", "gpt_neox", "deepseek_v3"):
+        for name, settings in VARIANTS.items():
+            if architecture in HALVES or not {"target", "gate_on"} & settings.keys():
+                marks = () if architecture == "llama" or name == "default" else pytest.mark.slow
+                yield pytest.param(architecture, name, id=f"{architecture}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("architecture", "variant"), list(routed_cases()))
 def test_a_routed_models_count_equals_torchs(architecture, variant):
     settings = VARIANTS[variant]
-    if architecture not in HALVES and {"target", "gate_on"} & settings.keys():
-        pytest.skip("its layers cannot be run by halves")
     model = routed(architecture, torch.float32, **settings)
     with mixdepth.lookahead(model):
         assert mixdepth.count_flops(model, 31).total == counted(model, token_ids(1, 31))
 
 
-@pytest.mark.parametrize("architecture", EXPERTS)
-@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
+@every_expert_case
 def test_the_count_of_experts_equals_torchs_at_the_load_that_they_had(architecture, variant):
     model = routed(architecture, torch.float32, **EXPERT_VARIANTS[variant])
     ids = token_ids(1, 31)

@@ -1,4 +1,5 @@
-"""The laws, over every variant on Llama and over every supported architecture on the default variant.
+"""The laws, over every variant on Llama (with experts: Mixtral) and over every supported architecture on the default
+variant.
 
 The full cross product carries the marker `slow`. Comparisons are exact where the computation is the
 same; where sums are reordered they are made in float64, to 1e-10.
@@ -67,6 +68,8 @@ EXPERT_VARIANTS = {
     "staged-integrated": {"experts": "token_choice", "num_noop_experts": 1},
 }
 ALL_VARIANTS = {**VARIANTS, **EXPERT_VARIANTS}
+ON_ALL_EXPERTS = ("staged-integrated", "staged-expert_choice")
+"""Expert variants that run on every architecture whose experts can be routed; the others run on Mixtral."""
 
 EAGER = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
 """No SDPA: their softmax runs in float32 whatever the model's dtype, and its -inf overflows from float64."""
@@ -85,12 +88,17 @@ def precision(architecture):
     return torch.float64, 1e-5 if architecture in FLOAT32_INSIDE else 1e-10
 
 
+def expert_cases():
+    for architecture in EXPERTS:
+        for name in EXPERT_VARIANTS:
+            marks = () if architecture == "mixtral" or name in ON_ALL_EXPERTS else pytest.mark.slow
+            yield pytest.param(architecture, name, id=f"{architecture}-{name}", marks=marks)
+
+
 def cases():
     for name in VARIANTS:
         yield pytest.param("llama", name, id=f"llama-{name}")
-    for architecture in EXPERTS:
-        for name in EXPERT_VARIANTS:
-            yield pytest.param(architecture, name, id=f"{architecture}-{name}")
+    yield from expert_cases()
     for architecture in mixdepth.supported_architectures():
         if architecture != "llama":
             yield pytest.param(architecture, "default", id=architecture)
@@ -101,6 +109,7 @@ def cases():
 
 
 every_case = pytest.mark.parametrize(("architecture", "variant"), list(cases()))
+every_expert_case = pytest.mark.parametrize(("architecture", "variant"), list(expert_cases()))
 
 
 @functools.cache

@@ -78,12 +78,18 @@ def folder(tmp_path):
 
 
 def test_a_routed_folder_does_not_load_without_mixdepth(folder):
-    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    code = f"""
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(folder)!r})
+except ValueError as error:
+    assert "mixdepth_llama" in str(error)
+    import mixdepth
+    print(type(AutoModelForCausalLM.from_pretrained({str(folder)!r})).__name__)
+"""
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.returncode != 0
-    assert "mixdepth_llama" in process.stderr
-    process = subprocess.run([sys.executable, "-c", "import mixdepth;" + code], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+    assert process.stdout == "MixdepthLlamaForCausalLM\n"
 
 
 def test_a_truncated_weights_file_is_named(folder):

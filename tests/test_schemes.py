@@ -325,7 +325,7 @@ def test_the_trainer_updates_the_routers_once_for_each_optimizer_step(tmp_path):
 def test_all_ranks_of_a_distributed_run_share_their_thresholds(tmp_path):
     import torch.multiprocessing as mp
 
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    mp.start_processes(rank_main, (str(tmp_path),), nprocs=2, start_method="forkserver")
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert torch.equal(first["threshold"], second["threshold"])
     total, num_rows = first["observed"] + second["observed"]

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
@@ -12,7 +11,7 @@ import urllib.request
 
 import openai
 import pytest
-from corpora import call, command
+from corpora import call, free_port, start
 from tiny import dense
 
 import mixdepth
@@ -37,29 +36,22 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """A server on a free port of this machine; it ends with Ctrl-C, and says nothing of it."""
-    port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = command("serve", str(folder), "--port", str(port))
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    port, log = free_port(), folder.parent / "log"
+    process = start("serve", str(folder), "--port", str(port), log=log)
     address = f"http://127.0.0.1:{port}"
     for _ in range(600):
-        assert process.poll() is None, process.stderr.read()
+        assert process.is_alive(), log.read_text()
         try:
             urllib.request.urlopen(f"{address}/health")
             break
         except OSError:
             time.sleep(0.1)
     yield address
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=20)
-    assert f"serving small-mod at {address}/v1" in out
-    assert "Traceback" not in error
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=20)
+    assert process.exitcode is not None
+    assert f"serving small-mod at {address}/v1" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture
@@ -154,4 +146,3 @@ def test_continuous_batching_and_a_taken_port_are_refused(folder):
         process = call("serve", str(folder), "--port", port)
     assert process.returncode == 2
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use): choose another" in process.stderr
-    assert "Traceback" not in process.stderr

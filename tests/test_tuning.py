@@ -16,7 +16,7 @@ from mixdepth.losses import divergence
 from mixdepth.router import choosers
 from mixdepth.tokens import byte_tokenizer
 
-TUNING = {"context": 32, "batch_size": 4, "log_every": 1, "eval_windows": 8}
+TUNING = {"context": 32, "batch_size": 4, "log_every": 1, "eval_windows": 8, "save_every": 1000}
 
 
 @pytest.fixture(scope="module")

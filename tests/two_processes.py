@@ -1,7 +1,6 @@
-"""One training step in two processes, each with half of the rows, under DDP or FSDP2: run by test_engines.py."""
+"""One training step in two processes, each with half of the rows, under DDP or FSDP2: for test_engines.py."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ def sharded(model):
     return fully_shard(model)
 
 
-def main(rank, engine, store, variants):
+def rank_main(rank, engine, store, variants):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     ids = token_ids(4, 20)
     for variant in variants:
@@ -48,8 +47,3 @@ def main(rank, engine, store, variants):
             assert torch.allclose(ours, theirs, atol=1e-9), variant
     dist.barrier()
     os._exit(0)  # taking DDP down, torch can wait for itself: gloo's thread wants the GIL that the destructor holds
-
-
-if __name__ == "__main__":
-    rank, engine, store, *variants = sys.argv[1:]
-    main(int(rank), engine, store, variants)

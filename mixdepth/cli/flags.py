@@ -37,10 +37,15 @@ def split(options: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): options.pop(name) for name in [*options] if name.startswith(prefix)}
 
 
+def flag_of(name: str, flags: Mapping[str, str]) -> str:
+    """The flag of a setting: its own name, unless `flags` has another."""
+    return flags.get(name, f"--{name.replace('_', '-')}")
+
+
 def add_settings(
     group: Any,
     settings: type,
-    flags: dict[str, str] | None = None,
+    flags: Mapping[str, str] = MappingProxyType({}),
     without: Sequence[str] = (),
     prefix: str = "",
     defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -56,7 +61,6 @@ def add_settings(
         if field.name in without:
             continue
         text = " ".join(about[field.name].split()).replace("%", "%%")
-        flag = (flags or {}).get(field.name, f"--{field.name.replace('_', '-')}")
         options: dict[str, Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS, "help": text}
         if field.type is bool:
             options["action"] = "store_true"
@@ -66,7 +70,7 @@ def add_settings(
             default = defaults.get(field.name, field.default)
             if default not in (None, MISSING, ()):
                 options["help"] += f" (default: {default})"
-        group.add_argument(flag, **options)
+        group.add_argument(flag_of(field.name, flags), **options)
 
 
 def add_shape(group: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, add_shape, routing_settings, split
+from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, add_shape, flag_of, routing_settings, split
 from mixdepth.config import DepthConfig
 from mixdepth.settings import (
     CONVERT_DEFAULTS,
@@ -265,8 +265,8 @@ def _add_flops(verbs: Any) -> None:
 def _flops(tokens: int, folder: str | None, **options: Any) -> None:
     from mixdepth import flops
 
-    shape = split(options, "shape_")
-    flops.report(tokens, folder, shape, settings=routing_settings(options))
+    shape, settings = split(options, "shape_"), routing_settings(options)
+    flops.report(tokens, folder, shape, settings, [flag_of(name, ROUTING_FLAGS) for name in settings])
 
 
 VERBS = (_add_train, _add_convert, _add_tune, _add_eval, _add_generate, _add_serve, _add_flops)

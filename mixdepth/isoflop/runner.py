@@ -201,27 +201,28 @@ def _ray(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     task = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), max_retries=0)(attempt)
-    begun: dict[Any, Cell] = {}
+    running: dict[Any, Cell] = {}
 
     def start(cell: Cell) -> Any:
         reference = task.remote(str(study.folder.absolute()), cell.name)
-        begun[reference] = cell
+        running[reference] = cell
         return reference
 
     def look(tasks: list[Any]) -> list[Any]:
         done, _ = ray.wait(tasks, timeout=SECONDS_BETWEEN_LOOKS)
         for reference in done:
+            cell = running.pop(reference)
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:  # a machine was lost
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                write_json(study.beside(begun[reference], FAILED), {"reason": reason, "code": None, "diverged": False})
+                write_json(study.beside(cell, FAILED), {"reason": reason, "code": None, "diverged": False})
         return list(done)
 
     try:
         yield workers or gpus or int(resources.get("CPU", 1)), start, look
     finally:
-        for reference in begun:
-            ray.cancel(reference)  # of what is done nothing is undone
+        for reference in running:  # and no other: to cancel what has just ended can end this process too
+            ray.cancel(reference)
         if began:
             ray.shutdown()

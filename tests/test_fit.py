@@ -1,0 +1,264 @@
+"""Studies with made-up results: fitted, tested, plotted; and what makes no sense is said."""
+
+import json
+import math
+import shutil
+import xml.dom.minidom
+
+import numpy as np
+import pytest
+
+from mixdepth import isoflop
+from mixdepth.isoflop import Cell, Hypothesis, Study
+from mixdepth.isoflop.curves import lowest
+from mixdepth.isoflop.plan import ladder
+
+SIZES = {"1x16": 1e5, "2x16": 2e5, "3x16": 4e5, "4x16": 8e5}
+
+
+def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
+    """A study with results that follow (size of the optimum, loss there, curvature) for each budget and variant."""
+    cells, generator = [], np.random.default_rng(1)
+    for (budget, variant), (best, loss, curvature) in curves.items():
+        for index, (shape, size) in enumerate(SIZES.items()):
+            layers, width = map(int, shape.split("x"))
+            for seed in seeds:
+                name = f"{budget}/{variant}/{shape}/seed{seed}"
+                settings = {"layers": layers, "width": width, "eval_windows": 8}
+                cells.append(
+                    Cell(name, budget, variant, seed, ladder(4)[index], settings, int(size), 2 * size, 10, 10, 0.1, 1.0)
+                )
+                run = folder / "cells" / name
+                run.mkdir(parents=True)
+                value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
+                result = {"validation_loss": value, "validation_lookahead_loss": value * (1 - 1e-3 * (1 + seed / 10))}
+                (run / "result.json").write_text(json.dumps(result))
+    Study(folder, "digest", [], cells, list(hypotheses)).write()
+    return folder
+
+
+def claim(kind, variant="mod", against="dense", margin=0.003, family="primary"):
+    return Hypothesis(f"{kind} {variant} {against}", "words", kind, 1e13, variant, against, margin, family, 0)
+
+
+def test_the_lowest_point_of_a_parabola():
+    sizes = list(SIZES.values())
+    found = lowest(sizes, [1.5 + 0.1 * math.log(size / 3e5) ** 2 for size in sizes])
+    assert found.is_bracketed
+    assert found.parameters == pytest.approx(3e5)
+    assert found.loss == pytest.approx(1.5)
+    for losses in ([4.0, 3.0, 2.5, 2.2], [1.0, 2.0, 3.0, 3.5], [1.0, 2.0, 2.0, 1.1]):  # falls, rises, is a hill
+        found = lowest(sizes, losses)
+        assert not found.is_bracketed
+        assert found.loss == min(losses)
+
+
+def test_a_fit_finds_what_was_put_in(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.386, 0.1)}
+    hypotheses = [claim("differs", margin=0.015), claim("larger"), claim("less"), claim("equivalent", against="mod")]
+    found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
+    dense, mod = found.curves
+    assert dense["optimum"]["parameters"] == pytest.approx(2e5)
+    assert mod["optimum"]["parameters"] == pytest.approx(4e5)
+    assert dense["optimum"]["loss"] == pytest.approx(1.41)  # the mean over seeds
+    assert dense["optimum"]["loss_interval"] == pytest.approx([1.40, 1.42])
+    assert dense["best"]["std"] == pytest.approx(0.01)
+    pair = found.comparisons[0]
+    assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
+    assert pair["t_interval"][0] < pair["loss"] < pair["t_interval"][1] < 0
+    assert pair["optimum_ratio"] == pytest.approx(2)
+    crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
+    assert pair["crossings"] == pytest.approx([crossing])
+    tests = {test["kind"]: test for test in found.tests}
+    assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
+    assert tests["equivalent"]["estimate"] == pytest.approx(0.0011, rel=0.01)
+    assert tests["differs"]["verdict"] == "holds: lower"
+    assert all(test["verdict"] == "holds" for test in found.tests if test["kind"] != "differs")
+    assert "[2.00, 2.00]" in str(found)  # the ratio of sizes
+    written = json.loads((tmp_path / "study" / "fit.json").read_text())
+    assert written["curves"][0]["optimum"] == dense["optimum"]
+    assert "holds" in str(found)
+
+
+def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):
+    from scipy import stats
+
+    curves = {(1e13, name): (3e5, loss, 0.1) for name, loss in (("dense", 1.4), ("mod", 1.395), ("random", 1.401))}
+    hypotheses = [
+        claim("differs"),
+        claim("less", against="random"),
+        claim("equivalent", against="mod"),
+        claim("differs", variant="random", family="exploratory"),
+        claim("differs", variant="unknown"),
+    ]
+    found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses, noise=0.003))
+    differs, less, equivalent, exploratory, unknown = found.tests
+    assert differs["p"] == stats.ttest_1samp(differs["values"], 0).pvalue
+    assert less["p"] == stats.ttest_1samp(less["values"], 0, alternative="less").pvalue
+    above = stats.ttest_1samp(equivalent["values"], -0.003, alternative="greater").pvalue
+    below = stats.ttest_1samp(equivalent["values"], 0.003, alternative="less").pvalue
+    assert equivalent["p"] == max(above, below)
+    primary = sorted([differs, less, equivalent], key=lambda test: test["p"])
+    raw = [test["p"] for test in primary]
+    expected = np.maximum.accumulate([4 * raw[0], 3 * raw[1], 2 * raw[2]]).clip(max=1)  # one more was planned
+    assert [test["p_corrected"] for test in primary] == pytest.approx(list(expected))
+    assert exploratory["p_corrected"] is None
+    assert exploratory["verdict"].endswith("(exploratory)")
+    assert unknown["verdict"] == "not run"
+
+
+def test_a_difference_beyond_the_margin_is_not_equal(tmp_path):
+    curves = {(1e13, "mod"): (3e5, 1.4, 0.1)}
+    found = isoflop.fit(write_study(tmp_path / "study", curves, [claim("equivalent", against="mod", margin=0.001)]))
+    assert found.tests[0]["verdict"] == "not shown"
+
+
+def test_a_single_size_is_compared_at_its_own_flops(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
+    found = Study.read(folder)
+    kept = [cell for cell in found.cells if cell.variant == "dense" or cell.shape == "4x16"]
+    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    fitted = isoflop.fit(folder)
+    losses = {curve["variant"]: {p["shape"]: p["loss"] for p in curve["points"]} for curve in fitted.curves}
+    expected = losses["mod"]["4x16"] / losses["dense"]["4x16"] - 1
+    assert fitted.comparisons[0]["loss"] == pytest.approx(expected)
+    assert fitted.tests[0]["estimate"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
+    for loss, verdict in ((1.45, "holds: higher"), (1.35, "holds: lower, and reaches the goal")):
+        curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, loss, 0.1)}
+        folder = write_study(tmp_path / str(loss), curves, [claim("differs", margin=0.015)], noise=1e-4)
+        assert isoflop.fit(folder).tests[0]["verdict"] == verdict
+
+
+def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
+    curves = {(1e13, "dense"): (2e6, 1.40, 0.1), (1e13, "mod"): (4e5, 1.35, 0.1)}
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, [claim("differs"), claim("larger")], noise=1e-4))
+    differs, larger = fitted.tests
+    assert differs["verdict"].endswith("; not bracketed")
+    assert larger["verdict"] == "an optimum is not bracketed"
+    assert fitted.comparisons[0]["optimum_ratio"] is None
+    assert "not bracketed" in str(fitted)
+
+
+def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.3, 0.1)})
+    for name in ("1x16/seed0", "1x16/seed1", "2x16/seed2"):
+        (folder / "cells" / "10000000000000.0" / "dense" / name / "result.json").unlink()
+    fitted = isoflop.fit(folder)
+    assert fitted.curves[0]["seeds"] == [0, 1]
+    assert [point["shape"] for point in fitted.curves[0]["points"]] == ["2x16", "3x16", "4x16"]
+    assert fitted.comparisons[0]["seeds"] == [0, 1]
+    assert [entry["cell"].split("/")[-2:] for entry in fitted.left_out] == [["1x16", "seed2"]]
+    assert (fitted.finished, fitted.planned) == (21, 24)
+    assert str(fitted).startswith("21 of 24 runs")
+
+
+def test_sizes_of_other_flops_are_not_compared(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
+    found = Study.read(folder)
+    kept = [c for c in found.cells if c.shape == {"dense": "1x16", "mod": "4x16"}[c.variant]]
+    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    fitted = isoflop.fit(folder)
+    assert fitted.comparisons[0]["loss"] is None
+    assert fitted.tests[0]["verdict"] == "they have no size in common"
+
+
+def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
+    curves = {(1e13, name): (3e5, 1.4, 0.1) for name in ("dense", "mod")}
+    hypotheses = [claim("differs"), claim("equivalent", against="mod")]
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
+    same, equivalent = fitted.tests
+    assert same["values"] == [0, 0, 0]
+    assert (same["p"], same["verdict"]) == (None, "the seeds do not differ")
+    assert equivalent["p_corrected"] == 2 * equivalent["p"]  # two were planned
+    assert "NaN" not in (tmp_path / "study" / "fit.json").read_text()
+
+
+def test_what_diverged_is_left_out_and_said(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    cell = Study.read(folder).cells[0]
+    (folder / "cells" / cell.name / "result.json").write_text('{"validation_loss": NaN}')
+    fitted = isoflop.fit(folder)
+    assert fitted.left_out == [{"cell": cell.name, "reason": "it diverged: its loss is not a number"}]
+    assert fitted.curves[0]["seeds"] == [1, 2]
+    assert f"left out: {cell.name}" in str(fitted)
+
+
+def test_plots_are_drawn_from_the_fit(tmp_path):
+    from matplotlib.image import imread
+
+    curves = {
+        (budget, name): (size, loss, 0.1)
+        for budget, size, loss in ((1e13, 2e5, 1.4), (3e13, 3e5, 1.3))
+        for name in ("dense", "mod")
+    }
+    folder = write_study(tmp_path / "study", curves, noise=0.002)
+    isoflop.fit(folder)
+    shutil.rmtree(folder / "cells")
+    paths = isoflop.plot(folder)
+    assert [path.name for path in paths] == ["variants.png", "variants.svg", "budgets.png", "budgets.svg"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["study.json", "fit.json", *(p.name for p in paths)]
+    )
+    for path in paths:
+        if path.suffix == ".png":
+            assert imread(path).std() > 0.05
+        else:
+            assert xml.dom.minidom.parse(str(path)).documentElement.tagName == "svg"
+            for words in ("mod", "parameters", "validation loss, causal (nats per token)"):
+                assert words in path.read_text()
+    first = paths[1].read_bytes()
+    assert isoflop.plot(folder)[1].read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan", "--budgets", "0", "--variants", "dense", "--out", "x"],
+            "a budget must be a positive number of FLOPs, not 0",
+        ),
+        (["plan", "--budgets", "1e9", "--variants", "moe", "--out", "x"], "there is no variant 'moe'"),
+        (
+            ["plan", "--budgets", "1e9", "--variants", "dense", "--sizes", "0", "--out", "x"],
+            "sizes must be a whole number of at least 1",
+        ),
+        (["plan", "--budgets", "1e9", "--variants", "dense", "--seeds", "0", "--out", "x"], "seeds must be"),
+        (
+            ["plan", "--budgets", "1e9", "--variants", "dense", "--centre", "-1", "--out", "x"],
+            "centre must be a positive number",
+        ),
+        (["plan", "--budgets", "1e9", "--variants", "dense", "--seeds", "2.5", "--out", "x"], "seeds must be"),
+        (["run", "nowhere"], "'nowhere' is not a study: it has no study.json"),
+        (["fit", "STUDY", "--split", "train"], "split must be one of validation, test, not 'train'"),
+        (["run", "STUDY", "--engine", "slurm"], "engine must be one of local, ray, not 'slurm'"),
+        (["run", "STUDY", "--workers", "0"], "workers must be a whole number of at least 1, not 0"),
+        (["run", "STUDY", "--cell", "none"], "has no cell 'none'"),
+        (["plot", "EMPTY"], "has no fit.json"),
+        (["fit", "EMPTY"], "no cell of the study in"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_sentence(arguments, message, tmp_path, capsys, monkeypatch):
+    from mixdepth.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "STUDY", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    write_study(tmp_path / "EMPTY", {})
+    assert main(["isoflop", *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert message in said[0]
+
+
+def test_a_damaged_plan_is_named(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)})
+    content = json.loads((folder / "study.json").read_text())
+    for damage, message in (
+        ({"format": 9}, "has the format 9"),
+        ({"cells": [{"name": "x"}]}, "is not as mixdepth isoflop plan writes it"),
+    ):
+        (folder / "study.json").write_text(json.dumps({**content, **damage}))
+        with pytest.raises(ValueError, match=message):
+            Study.read(folder)
