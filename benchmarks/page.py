@@ -9,8 +9,9 @@ again, medians of 20.
 import shutil
 import tempfile
 from pathlib import Path
+from statistics import median
 
-from machine import describe, header, median, row
+from machine import header, row
 
 
 def main() -> None:
