@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from machine import header, row
+from machine import describe, header, row
 
 
 def main() -> None:
