@@ -21,6 +21,8 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromiu
 TEXT = 'if x <script>alert(1)</script>:\n\treturn "é & 日"  # <b>\n' * 6
 CONTEXT = 64
 NOTHING = "\u2013"
+ATTACK = "</script><script>alert(1)</script><b>"
+"""As one token: a vocabulary may have it."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,19 @@ def test_every_token_is_there_as_text_and_shaded_by_its_depth(opened, trace):
     windows = page.eval_on_selector_all(".tokens .window", "all => all.map(one => +one.dataset.t)")
     assert windows == list(range(CONTEXT, len(trace.tokens), CONTEXT))
     assert page.locator(".tokens .made").count() == len(trace.tokens) - 200
+
+
+@needs_browser
+def test_a_token_that_is_markup_is_a_token(browser, trace, tmp_path):
+    file = write_page(trace._replace(tokens=[ATTACK, *trace.tokens[1:]]), tmp_path / "page.html")
+    page = browser.new_page()
+    alerts = []
+    page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+    page.goto(file.as_uri())
+    assert page.locator('[data-t="0"]').inner_text() == ATTACK
+    assert page.locator(".tokens span").count() == len(trace.tokens)
+    page.close()
+    assert alerts == []
 
 
 @needs_browser
@@ -280,7 +295,7 @@ def test_4096_tokens_open_and_answer(opened, browser, model, tmp_path):
 
 
 def test_text_cannot_leave_its_script_element(trace):
-    section = routing_section(trace)
+    section = routing_section(trace._replace(tokens=[ATTACK, *trace.tokens[1:]]))
     assert section.count("<script") == 1
     assert section.count("</script") == 1
     assert "<b>" not in section
