@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks, 50%, predictor": {**BLOCK, "depth": {**ROUTED, "causal": "predictor", "capacity": 0.5}, "tune": {}},
     "blocks, 50%, distilled": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"distill": 0.5}},
     "blocks, 50%, routers only": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"method": "router"}},
+    "blocks, 50%, not calibrated": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"calibrate": 0}},
     "blocks removed": {**BLOCK, "remove": True, "tune": {}},
 }
 

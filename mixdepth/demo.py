@@ -1,8 +1,7 @@
 """The demo: dense and routed models, trained with the same FLOPs on the standard library's source, side by side."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mixdepth.compare import Comparison, evaluate_runs
 from mixdepth.config import DepthConfig
 from mixdepth.files import read_json, tell, write_json
 from mixdepth.generation import generate
+from mixdepth.isoflop.plan import one_thread
 from mixdepth.loading import load
 from mixdepth.report.figures import check_matplotlib
 from mixdepth.report.summary import Column, summary, write_report
@@ -32,18 +32,7 @@ WINDOWS = 512
 TRACED = 4 * COMMON["context"]
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Models this small gain little from a second thread, and on a busy machine each waits for the other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
-
-
-@_one_thread()
+@one_thread()
 def run(
     out: str | Path = "demo", flops: float = 2.5e12, capacity: float = 0.125, every: int = 2, seed: int = 0
 ) -> dict[str, Any]:
@@ -105,11 +94,10 @@ def _compared(runs: dict[str, Run]) -> Any:
 
 def _timed(dense: Run, routed: Run) -> Any:
     tell(f"timing {routed.folder.name} against {dense.folder.name}: a training step, a prompt, decoding")
-    tokens = text_of(dense).validation.tokens[: 2**16]
     speeds = measure_speed(
         load(str(dense.folder)).model,
         load(str(routed.folder)).model,
-        torch.tensor([int(token) for token in tokens]),
+        torch.tensor(text_of(dense).validation.tokens[: 2**16].tolist()),
         prompts=(64,),
         new_tokens=64,
         train_batch_size=COMMON["batch_size"],
@@ -120,13 +108,14 @@ def _timed(dense: Run, routed: Run) -> Any:
 
 def _sampled(runs: dict[str, Run]) -> dict[str, str]:
     options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": True, "temperature": 0.8, "seed": 0}
-    return {kind: PROMPT + generate(str(run.folder), PROMPT, **options)[0].completion for kind, run in runs.items()}
+    texts = {kind: generate(str(run.folder), PROMPT, **options)[0] for kind, run in runs.items()}
+    return {kind: text.prompt + text.completion for kind, text in texts.items()}
 
 
 def traced(run: Run) -> Trace:
     """Where the tokens of some held-out text go."""
     model, tokenizer, *_ = load(str(run.folder))
-    ids = [int(token) for token in text_of(run).validation.tokens[:TRACED]]
+    ids = text_of(run).validation.tokens[:TRACED].tolist()
     return trace_tokens(model, ids, tokenizer, context=COMMON["context"], name="the routed model")
 
 

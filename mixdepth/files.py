@@ -15,6 +15,13 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, as_json(value))
 
 
+def tell_numbers(text: str, numbers: Any, file: str | None) -> None:
+    """Print a text, and write its numbers to a file too; to the file `-` they are printed instead."""
+    print(as_json(numbers) if file == "-" else text, end="" if file == "-" else "\n")
+    if file not in (None, "-"):
+        write_json(file, numbers)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write aside, then rename: whoever reads the file reads all of it."""
     aside = Path(f"{path}.part")

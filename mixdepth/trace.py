@@ -175,7 +175,8 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 def _held_out(loaded: Loaded, name: str) -> list[int]:
     """The beginning of the text that the run has held out, or of the standard library's."""
     text = load_corpus("stdlib", tokenizer_of(name)) if loaded.run is None else text_of(loaded.run)
-    return [int(token) for token in text.validation.tokens[: MAX_TOKENS // 2]]
+    tokens: list[int] = text.validation.tokens[: MAX_TOKENS // 2].tolist()
+    return tokens
 
 
 def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str]) -> Pass:

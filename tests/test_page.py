@@ -261,7 +261,7 @@ def test_text_can_be_read_on_every_shade(opened, scheme):
     assert page.evaluate(contrast) >= 4.5
     choose(page, "where the causal rule errs")
     page.wait_for_timeout(300)
-    assert page.evaluate(contrast) >= 3
+    assert page.evaluate(contrast) >= 4.5
 
 
 @needs_browser

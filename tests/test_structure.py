@@ -35,6 +35,7 @@ ORDER = [
     "adapters",
     "run",
     "schedule",
+    "callbacks",
     "trainer",
     "loading",
     "card",

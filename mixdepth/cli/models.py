@@ -144,7 +144,7 @@ def _add_eval(verbs: Any) -> None:
 
 def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: int | None, **options: Any) -> None:
     from mixdepth.compare import evaluate_runs
-    from mixdepth.files import as_json, write_json
+    from mixdepth.files import tell_numbers
     from mixdepth.tasks import evaluate_tasks, table
 
     numbers: Any
@@ -159,9 +159,7 @@ def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: in
     else:
         found = evaluate_runs(names, **options)
         numbers, text = found.to_dict(), str(found)
-    print(as_json(numbers) if json == "-" else text, end="" if json == "-" else "\n")
-    if json not in (None, "-"):
-        write_json(json, numbers)
+    tell_numbers(text, numbers, json)
 
 
 def _add_generate(verbs: Any) -> None:

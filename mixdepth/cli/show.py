@@ -121,7 +121,7 @@ def _add_bench(verbs: Any) -> None:
 
 def _bench(model: str | None, corpus: str | None, json: str | None, **options: Any) -> None:
     from mixdepth.bench import fresh_pair, measure_speed, pair_of
-    from mixdepth.files import as_json, write_json
+    from mixdepth.files import tell_numbers
 
     routing = routing_settings(split(options, "depth_"))
     shape = {name: value for name, value in split(options, "shape_").items() if value is not None}
@@ -137,9 +137,7 @@ def _bench(model: str | None, corpus: str | None, json: str | None, **options: A
     else:
         pair = pair_of(model, routing, corpus)
     found = measure_speed(pair.dense, pair.routed, pair.text, notes=pair.notes, **options)
-    print(as_json(found.to_dict()) if json == "-" else found, end="" if json == "-" else "\n")
-    if json not in (None, "-"):
-        write_json(json, found.to_dict())
+    tell_numbers(str(found), found.to_dict(), json)
 
 
 VERBS = (_add_demo, _add_page, _add_bench, _add_plot)

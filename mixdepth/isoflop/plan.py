@@ -275,6 +275,7 @@ def seconds_per_step(config: TrainConfig, vocab_size: int, repeats: int = 5) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
+    """Models this small gain little from a second thread, and on a busy machine each waits for the other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
