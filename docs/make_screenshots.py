@@ -23,7 +23,7 @@ def main(demo: Path) -> None:
         file = mixdepth.write_page(trace, Path(folder) / "page.html")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, view in (
-            ("page", {"viewport": {"width": 1200, "height": 800}, "color_scheme": "light"}),
+            ("page", {"viewport": {"width": 1200, "height": 960}, "color_scheme": "light"}),
             ("page-phone", {"viewport": {"width": 390, "height": 780}, "color_scheme": "dark"}),
         ):
             page = browser.new_page(**view)
