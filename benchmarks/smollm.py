@@ -39,25 +39,35 @@ CONTEXT, WINDOWS = 512, 24
 RESULTS = Path(__file__).with_name("smollm.jsonl")
 TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
 TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5}
-BLOCK = {"choose": 12, "target": "block"}
-MLP = {"choose": 20, "target": "mlp"}
 ROUTED = {"gate": "unit", "router_input": "normed", "causal": "threshold"}
+UNTUNED = {"gate": "one", "scheme": "random"}  # a router that never learned knows no better
+
+
+def blocks(number: int, capacity: float, depth: dict[str, Any] = ROUTED, **tune: Any) -> dict[str, Any]:
+    """The `number` blocks that can best be spared, at this capacity."""
+    return {"choose": number, "target": "block", "depth": {**depth, "capacity": capacity}, "tune": tune}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "original": {"tune": None},
     "original, tuned": {"tune": {}},
-    **{f"blocks, {c:.0%}": {**BLOCK, "depth": {**ROUTED, "capacity": c}, "tune": {}} for c in (0.75, 0.5, 0.25)},
-    **{f"MLPs, {c:.0%}": {**MLP, "depth": {**ROUTED, "capacity": c}, "tune": {}} for c in (0.75, 0.5, 0.25)},
-    "blocks, 50%, not tuned": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": None},
-    "blocks, 50%, random": {
-        **BLOCK,
-        "depth": {"gate": "unit", "router_input": "normed", "scheme": "random", "capacity": 0.5},
-        "tune": {},
-    },
-    "blocks, 50%, predictor": {**BLOCK, "depth": {**ROUTED, "causal": "predictor", "capacity": 0.5}, "tune": {}},
-    "blocks, 50%, distilled": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"distill": 0.5}},
-    "blocks, 50%, routers only": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"method": "router"}},
-    "blocks, 50%, not calibrated": {**BLOCK, "depth": {**ROUTED, "capacity": 0.5}, "tune": {"calibrate": 0}},
-    "blocks removed": {**BLOCK, "remove": True, "tune": {}},
+    **{f"blocks, {c:.0%}": blocks(12, c) for c in (0.75, 0.5, 0.25)},
+    **{f"MLPs, {c:.0%}": {**blocks(20, c), "target": "mlp"} for c in (0.75, 0.5, 0.25)},
+    "blocks removed": {"choose": 12, "target": "block", "remove": True, "tune": {}},
+    # other shapes that skip as much: six blocks' worth for each token
+    "8 blocks, 25%": blocks(8, 0.25),
+    "6 blocks removed": {"choose": 6, "target": "block", "remove": True, "tune": {}},
+    # other ways to choose and to tune
+    "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),
+    "blocks, 50%, predictor": blocks(12, 0.5, {**ROUTED, "causal": "predictor"}),
+    "blocks, 50%, distilled": blocks(12, 0.5, distill=0.5),
+    "blocks, 50%, routers only": blocks(12, 0.5, method="router"),
+    "blocks, 50%, not calibrated": blocks(12, 0.5, calibrate=0),
+    "blocks, 50%, down at once": blocks(12, 0.5, capacity_steps=0.1),
+    # what is lost before any tuning
+    **{f"{n} blocks, {c:.0%}, not tuned": {**blocks(n, c, UNTUNED), "tune": None} for n, c in ((8, 0.25), (24, 0.75))},
+    "blocks, 50%, not tuned": {**blocks(12, 0.5, UNTUNED), "tune": None},
+    "6 blocks removed, not tuned": {"choose": 6, "target": "block", "remove": True, "tune": None},
 }
 
 
@@ -194,8 +204,7 @@ def measure(name: str, text: Path, models: Path, flops: float) -> dict[str, Any]
     model, *_ = mixdepth.load(str(folder))
     depth = VARIANTS[name].get("depth")
     if VARIANTS[name]["tune"] is None and depth is not None:  # brought down at once
-        windows = mixdepth.load_corpus(str(text / "train"), str(folder)).train.windows(CONTEXT).spread(4)
-        mixdepth.calibrate(model, list(windows.batches(4)), depth["capacity"])
+        mixdepth.set_capacity(model, depth["capacity"])
     run = None if VARIANTS[name]["tune"] is None else mixdepth.Run(folder)
     spent = {} if run is None else {"flops": run.result["flops"], "tokens": run.result["tokens"]}
     line: dict[str, Any] = {"name": name, "budget": flops, **spent}
