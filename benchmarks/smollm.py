@@ -9,6 +9,7 @@ variants are not done again.
     python benchmarks/smollm.py text/ --flops 5e13 [--only NAME ...]
     python benchmarks/smollm.py text/ --speed             # decode tokens/s and cache bytes, models taking turns
     python benchmarks/smollm.py text/ --table
+    python benchmarks/smollm.py text/ --plot docs/pictures    # loss against tokens/s: smollm-1.svg, smollm-8.svg
 """
 
 import argparse
@@ -32,6 +33,7 @@ parser.add_argument("--only", nargs="+", help="these variants")
 parser.add_argument("--models", type=Path, default=Path("models/smollm"), help="where models go (default: %(default)s)")
 parser.add_argument("--speed", action="store_true", help="time decoding of what is tuned")
 parser.add_argument("--table", action="store_true", help="print what was measured")
+parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw loss against tokens/s")
 
 PACKAGES = ("debian-handbook", "jargon-text")
 HELD_OUT = 0.1
@@ -292,6 +294,24 @@ def table(flops: float) -> None:
         row(name, *cells)
 
 
+def plot(folder: Path) -> None:
+    """Loss, the mean of both texts, against tokens/s, at batches of 1 and 8."""
+    from mixdepth.report.figures import save
+    from mixdepth.report.speed import Row, draw_speed
+
+    losses = {(line["name"], line["budget"]): line for line in read() if "prose" in line}
+    speeds = {(line["name"], line["budget"]): line["speed"] for line in read() if "speed" in line}
+    for size in (1, 8):
+        rows = []
+        for key, speed in speeds.items():
+            name, budget = key
+            loss = sum(losses[key][domain]["loss"] for domain in ("prose", "python")) / 2
+            base = speeds["original", budget][f"tokens/s at {size}"]
+            group = f"{budget:.0e} FLOPs" if VARIANTS[name]["tune"] is not None else "not tuned"
+            rows.append(Row(name, loss, *(base * ratio for ratio in speed[f"speed-up at {size}"]), group))
+        save(draw_speed(rows, "original"), folder, f"smollm-{size}")
+
+
 def main(text: Path, flops: float, only: list[str] | None, models: Path) -> None:
     for name in only or VARIANTS:
         if not any(line["name"] == name and line["budget"] == flops and "prose" in line for line in read()):
@@ -306,6 +326,8 @@ if __name__ == "__main__":
         prepare(options.text)
     elif options.table:
         table(options.flops)
+    elif options.plot:
+        plot(options.plot)
     elif options.speed:
         speed(options.only or [*VARIANTS], options.text, options.models, options.flops)
     else:
