@@ -50,15 +50,21 @@ def blocks(number: int, capacity: float, depth: dict[str, Any] = ROUTED, **tune:
     return {"choose": number, "target": "block", "depth": {**depth, "capacity": capacity}, "tune": tune}
 
 
+def removed(number: int) -> dict[str, Any]:
+    """Those blocks taken out."""
+    return {"choose": number, "target": "block", "remove": True, "tune": {}}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "original": {"tune": None},
     "original, tuned": {"tune": {}},
     **{f"blocks, {c:.0%}": blocks(12, c) for c in (0.75, 0.5, 0.25)},
     **{f"MLPs, {c:.0%}": {**blocks(20, c), "target": "mlp"} for c in (0.75, 0.5, 0.25)},
-    "blocks removed": {"choose": 12, "target": "block", "remove": True, "tune": {}},
-    # other shapes that skip as much: six blocks' worth for each token
+    "blocks removed": removed(12),
+    # other shapes that skip as much for each token: six blocks' worth, as 50 % of twelve, and three, as 75 %
     "8 blocks, 25%": blocks(8, 0.25),
-    "6 blocks removed": {"choose": 6, "target": "block", "remove": True, "tune": {}},
+    "6 blocks removed": removed(6),
+    "3 blocks removed": removed(3),
     # other ways to choose and to tune
     "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),
     "blocks, 50%, predictor": blocks(12, 0.5, {**ROUTED, "causal": "predictor"}),
@@ -69,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # what is lost before any tuning
     **{f"{n} blocks, {c:.0%}, not tuned": {**blocks(n, c, UNTUNED), "tune": None} for n, c in ((8, 0.25), (24, 0.75))},
     "blocks, 50%, not tuned": {**blocks(12, 0.5, UNTUNED), "tune": None},
-    "6 blocks removed, not tuned": {"choose": 6, "target": "block", "remove": True, "tune": None},
+    "6 blocks removed, not tuned": {**removed(6), "tune": None},
 }
 
 
