@@ -40,7 +40,7 @@ HELD_OUT = 0.1
 CONTEXT, WINDOWS = 512, 24
 RESULTS = Path(__file__).with_name("smollm.jsonl")
 TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
-TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5}
+TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5, "bf16": True}
 ROUTED = {"gate": "unit", "router_input": "normed", "causal": "threshold"}
 UNTUNED = {"gate": "one", "scheme": "random"}  # a router that never learned knows no better
 

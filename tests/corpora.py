@@ -82,6 +82,7 @@ def start(*arguments: str, log: Path, file_size: int | None = None, **environmen
 
 def _command(arguments: list[str], log: Path, file_size: int | None, environment: dict[str, str]) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts in the background
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

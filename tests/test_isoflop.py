@@ -219,7 +219,7 @@ def test_a_process_that_was_killed_is_named(tmp_path):
     assert _reason(log, 3) == "its process ended with code 3"
 
 
-def test_a_study_that_was_killed_goes_on(tmp_path, corpus):
+def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     folder = tmp_path / "study"
     found = plan(folder, corpus, budgets=[1.5e9], variants=["mod"], save_every=20)
     run = Run(folder / "cells" / found.cells[0].name)
@@ -227,8 +227,10 @@ def test_a_study_that_was_killed_goes_on(tmp_path, corpus):
     while not run.folder.is_dir() or not run.checkpoints():
         assert process.is_alive()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGTERM)
     process.join()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left
     assert run.result is None
     ran = call("isoflop", "run", str(folder))
     assert ran.returncode == 0, ran.stderr
@@ -259,7 +261,17 @@ def test_the_test_text_is_opened_when_all_is_finished(study, corpus, tmp_path):
     )
     validation = isoflop.fit(study)
     assert fitted.curves[0]["best"]["loss"] != validation.curves[0]["best"]["loss"]
+    elsewhere = tmp_path / "elsewhere"  # what cells have sealed is enough; and without it their weights are
+    shutil.copytree(study, elsewhere, ignore=shutil.ignore_patterns("*.safetensors", "fit-test.json"))
+    assert isoflop.fit(elsewhere, split="test") == fitted
+    first = Study.read(study).cells[0]
+    (elsewhere / "cells" / first.name / "test.json").unlink()
+    assert isoflop.fit(elsewhere, split="test").left_out == [
+        {"cell": first.name, "reason": "it has no loss on the test text, and its weights are gone"}
+    ]
     half = shutil.copytree(study, tmp_path / "half")
+    (half / "cells" / first.name / "test.json").unlink()
+    assert isoflop.fit(half, split="test") == fitted
     plan(half, corpus, seeds=2)
     with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
         isoflop.fit(half, split="test")

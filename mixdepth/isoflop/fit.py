@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mixdepth.compare import evaluate_runs
 from mixdepth.data import HELD_OUT
-from mixdepth.files import read_json, write_json
+from mixdepth.files import write_json
 from mixdepth.isoflop.curves import MIN_SIZES, Curve, Point
-from mixdepth.isoflop.study import TEST, Cell, Hypothesis, Study
+from mixdepth.isoflop.sealed import sealed_losses
+from mixdepth.isoflop.study import Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import DENSE
 from mixdepth.run import writing
 from mixdepth.table import columns, short
@@ -86,8 +86,8 @@ def _range(interval: Sequence[float] | None, style: str) -> str:
 def fit(folder: str | Path, split: str = "validation") -> Fit:
     """Fit a study as far as it is finished, and write fit.json.
 
-    `split="test"` evaluates every cell on the text that none was ever evaluated on, and writes fit-test.json: once,
-    when everything is finished and decided.
+    `split="test"` takes the losses on the text that nothing was chosen by, which cells have sealed when they ended, and
+    writes fit-test.json: once, when everything is finished and decided.
     """
     if split not in HELD_OUT:
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
@@ -102,35 +102,33 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
         )
     failures = {cell.name: reason for cell in study.cells if (reason := study.failure(cell)) is not None}
     counted = [cell for cell in finished if cell.name not in failures]
-    losses = {cell.name: _losses(study, cell, split) for cell in counted}
+    losses = {}
+    for cell in counted:
+        found = _validation_losses(study, cell) if split == "validation" else sealed_losses(study, cell)
+        if found is None:
+            failures[cell.name] = "it has no loss on the test text, and its weights are gone"
+        else:
+            losses[cell.name] = found
+    counted = [cell for cell in counted if cell.name in losses]
     curves = _curves(counted, losses, failures)
     pairs = [(curve, curves.get((curve.budget, DENSE))) for curve in curves.values() if curve.variant != DENSE]
     comparisons = [_compare(curve, dense) for curve, dense in pairs if dense is not None]
     tests = _corrected([_test(claim, curves) for claim in study.hypotheses])
     left_out = [{"cell": name, "reason": reason} for name, reason in failures.items()]
     shown = [_describe(curve) for curve in curves.values()]
-    found = Fit(split, len(finished), len(study.cells), shown, comparisons, tests, left_out)
+    fitted = Fit(split, len(finished), len(study.cells), shown, comparisons, tests, left_out)
     with writing(study.folder):
-        write_json(study.folder / fit_file(split), found._asdict())
-    return found
+        write_json(study.folder / fit_file(split), fitted._asdict())
+    return fitted
 
 
 def fit_file(split: str) -> str:
     return "fit.json" if split == "validation" else f"fit-{split}.json"
 
 
-def _losses(study: Study, cell: Cell, split: str) -> tuple[float, float]:
+def _validation_losses(study: Study, cell: Cell) -> tuple[float, float]:
     """Causal and look-ahead."""
-    run = study.run_of(cell)
-    if split == "test":
-        path = run.folder / TEST
-        if not path.exists():
-            window = {"windows": cell.settings["eval_windows"], "context": cell.settings["context"]}
-            found = evaluate_runs([str(run.folder)], split="test", **window).entries[0].evaluation
-            write_json(path, {"loss": found.loss, "lookahead_loss": found.lookahead_loss, "windows": len(found.rows)})
-        tested = read_json(path)
-        return tested["loss"], tested["lookahead_loss"]
-    result = run.result
+    result = study.run_of(cell).result
     assert result is not None
     return result["validation_loss"], result.get("validation_lookahead_loss", result["validation_loss"])
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from mixdepth.config import check_integer
 from mixdepth.files import write_json
+from mixdepth.isoflop.sealed import sealed_losses
 from mixdepth.isoflop.study import FAILED, LOG, Cell, Study
 from mixdepth.run import METRICS, writing
 from mixdepth.settings import TrainConfig
@@ -57,6 +58,7 @@ def run(folder: str | Path, *, workers: int | None = None, engine: str = "local"
         chosen = study.find(cell)
         _check_corpus(study, chosen)
         train(study.run_of(chosen).folder, TrainConfig.from_dict(chosen.settings))
+        sealed_losses(study, chosen)
         return study
     lock = FileLock(study.folder / ".running.lock")
     try:
@@ -167,7 +169,7 @@ def _local(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look
             yield workers, start, look
     finally:
         for process in list(processes):  # whoever was stopped alone stops them too; they keep their checkpoints
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # no Ctrl-C: children of a shell's background job do not hear it
         pool.shutdown(wait=True, cancel_futures=True)
 
 

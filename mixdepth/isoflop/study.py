@@ -4,7 +4,7 @@
 study.json                  the plan: the cells, each with all settings of its run, and the hypotheses
 cells/1e13/mod/4x64/
   seed0/                    a cell's run, see `mixdepth.run`
-  seed0/test.json           its losses on the test text, once that was opened
+  seed0/test.json           its losses on the test text, which nobody looks at before all cells are done
   seed0.log                 what its process said
   seed0.failed.json         why the last attempt failed
 fit.json, fit-test.json     what came out
