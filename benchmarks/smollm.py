@@ -37,11 +37,12 @@ parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw loss again
 
 PACKAGES = ("debian-handbook", "jargon-text")
 HELD_OUT = 0.1
-CONTEXT, WINDOWS = 512, 24
+CONTEXT, WINDOWS, FITTED_ON = 512, 24, 16
 RESULTS = Path(__file__).with_name("smollm.jsonl")
 TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
 TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5, "bf16": True}
 ROUTED = {"gate": "unit", "router_input": "normed", "causal": "threshold"}
+FITTED = {**ROUTED, "gate": "straight"}
 UNTUNED = {"gate": "one", "scheme": "random"}  # a router that never learned knows no better
 
 
@@ -66,6 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "6 blocks removed": removed(6),
     "3 blocks removed": removed(3),
     # other ways to choose and to tune
+    "8 blocks, 25%, fitted": {**blocks(8, 0.25, FITTED), "fit": True},
     "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),
     "blocks, 50%, predictor": blocks(12, 0.5, {**ROUTED, "causal": "predictor"}),
     "blocks, 50%, distilled": blocks(12, 0.5, distill=0.5),
@@ -182,7 +184,8 @@ def make(name: str, text: Path, models: Path, flops: float) -> Path:
     elif "depth" in settings:
         if not start.exists():
             depth = mixdepth.DepthConfig(layers=layers, target=settings["target"], **settings["depth"])
-            mixdepth.convert(str(original), start, depth)
+            fit = {"fit": True, "corpus": str(text / "train"), "windows": FITTED_ON} if "fit" in settings else {}
+            mixdepth.convert(str(original), start, depth, **fit)
     else:
         start = original
     if settings["tune"] is None:

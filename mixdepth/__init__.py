@@ -18,7 +18,7 @@ from mixdepth.experts import ExpertLoad
 from mixdepth.flops import FlopCount, count_flops, find_shape
 from mixdepth.generation import generate
 from mixdepth.hf import UpdateRouters, route, set_capacity, supported_architectures, unroute
-from mixdepth.importance import layer_costs
+from mixdepth.importance import fit_routers, layer_costs
 from mixdepth.loading import load
 from mixdepth.report.page import write_page
 from mixdepth.routed import Routed, routing_loss
@@ -57,6 +57,7 @@ __all__ = [
     "evaluate",
     "evaluate_runs",
     "find_shape",
+    "fit_routers",
     "generate",
     "layer_costs",
     "load",

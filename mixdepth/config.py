@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-Gate = Literal["raw", "sigmoid", "tanh", "unit", "one"]
+Gate = Literal["raw", "sigmoid", "tanh", "unit", "straight", "one"]
 CausalRule = Literal["predictor", "aux_loss", "threshold"]
 Scheme = Literal["expert_choice", "token_choice", "early_exit", "random", "soft"]
 Target = Literal["block", "attention", "mlp"]
@@ -59,8 +59,9 @@ class DepthConfig:
 
     gate: Gate = None  # type: ignore[assignment]
     """Weight w of a chosen token, x + w * (block(x) - x): its score as it is (`raw`), squashed
-    (`sigmoid`, `tanh`), 1 + tanh(score) (`unit`: starts at the block itself), or 1 (`one`: no
-    gradient reaches the router). Default `raw`, for `soft` `sigmoid`. Paper: raw in Eq. 1, though its
+    (`sigmoid`, `tanh`), 1 + tanh(score) (`unit`: starts at the block itself), 1 with the score's
+    gradient (`straight`: the block itself, and the router learns), or 1 (`one`: no gradient reaches
+    the router). Default `raw`, for `soft` `sigmoid`. Paper: raw in Eq. 1, though its
     Fig. 5 shows weights in [0, 1]."""
 
     gate_on: GateOn = "block"

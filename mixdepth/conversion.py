@@ -20,7 +20,7 @@ from mixdepth.data import load_corpus
 from mixdepth.files import read_json, write_json
 from mixdepth.hf import RoutedCausalLM, route, unroute
 from mixdepth.hf.architectures import check_settings, decoder_layers
-from mixdepth.importance import cheapest, layer_costs
+from mixdepth.importance import cheapest, check_fit, fit_routers, layer_costs
 from mixdepth.loading import check_whole, load, positions, tokenizer_of
 from mixdepth.pretrained import check_exact
 from mixdepth.run import writing
@@ -60,6 +60,7 @@ def convert(
     depth: DepthConfig | None = None,
     *,
     choose: str | None = None,
+    fit: bool = False,
     corpus: str = "stdlib",
     windows: int = 4,
     context: int | None = None,
@@ -68,7 +69,8 @@ def convert(
 
     Without `depth` the plain model is saved, and a routed one is unrouted for it. `choose="auto"` routes as many
     layers as `depth.every` says, but those that can best be spared, as measured by `layer_costs` on `windows`
-    windows of the corpus, of `context` tokens (by default 512, or as many as the model takes).
+    windows of the corpus, of `context` tokens (by default 512, or as many as the model takes). `fit` starts routers by
+    `fit_routers` on the same windows, and not at 0.
     """
     folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -83,25 +85,29 @@ def convert(
     check_whole(name, loaded, context or 1)
     conversion = None
     if depth is None:
-        if choose is not None:
-            raise ValueError("a plain model has no routed layers to choose: leave out choose, or --dense")
+        if choose is not None or fit:
+            what = "fit" if fit else "choose"
+            raise ValueError(f"a plain model has no routed layers to {what}: leave out {what}, or --dense")
         model = unroute(model) if isinstance(model, RoutedCausalLM) else model
     else:
         check_exact(depth)
         if isinstance(model, RoutedCausalLM):
             raise ValueError(f"{name!r} is routed already: take its routers out first, with --dense")
         check_settings(model, depth)
-        costs = None
         if choose is not None:
             check_open(depth)
-            text = (
-                load_corpus(corpus, tokenizer_of(name))
-                .train.windows(context or min(512, positions(model)))
-                .spread(windows)
-            )
+        if fit:
+            check_fit(depth)
+        costs, batches = None, list[Tensor]()
+        if choose is not None or fit:
+            text = load_corpus(corpus, tokenizer_of(name)).train.windows(context or min(512, positions(model)))
             device = next(model.parameters()).device
-            depth, costs = choose_layers(model, depth, (batch.to(device) for batch in text.batches(4)))
+            batches = [batch.to(device) for batch in text.spread(windows).batches(4)]
+        if choose is not None:
+            depth, costs = choose_layers(model, depth, batches)
         model = route(model, replace(depth, capacity=1.0, init_std=0.0))
+        if fit:
+            fit_routers(model, batches)
         conversion = Conversion(name, replace(model.depth_config, capacity=depth.capacity), costs)
     with writing(folder), _new_folder(folder) as aside:
         model.save_pretrained(aside)

@@ -1,4 +1,4 @@
-"""How much each layer of a pretrained model matters, so that those are routed that can be spared."""
+"""How much each layer of a pretrained model matters, and to which tokens: what can be spared is measured."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,14 +8,16 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
-from mixdepth.config import Target
+from mixdepth.config import DepthConfig, Target
 from mixdepth.evaluation import evaluating
-from mixdepth.hf import route, unroute
+from mixdepth.hf import RoutedCausalLM, route, unroute
 from mixdepth.hf.architectures import check_supported, decoder_layers
-from mixdepth.router import lookahead
+from mixdepth.router import Router, inverse_size, lookahead
 
 PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
 """The submodule of a layer whose output is what a target adds to the stream; a block's output is the stream itself."""
+RIDGE = 0.01
+"""Of the fit of routers, against a root mean square of 1 of what they read."""
 
 
 @torch.no_grad()
@@ -61,6 +63,81 @@ def cheapest(costs: dict[int, float], number: int) -> tuple[int, ...]:
     (1, 3)
     """
     return tuple(sorted(sorted(costs, key=costs.__getitem__)[:number]))
+
+
+@torch.no_grad()
+def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
+    """Start the routers of a converted model where they rank tokens by how far their layer moves them.
+
+    A least-squares fit on these token ids (B, T) to the logarithm of the moves, with the first token of each row at the
+    top: it hardly moves, but it is the sink that others attend to for want of anything else, and without it
+    attention breaks. The model is at capacity 1 and its gate is 1 whatever the score, so that it computes what it did.
+    """
+    check_fit(model.depth_config)
+    routers = dict(zip(model.deciding_layers, model.depth_routers, strict=True))
+    if any(router.capacity != 1 for router in routers.values()):
+        raise ValueError("routers are fitted before a model comes down in capacity: set its capacity to 1")
+    sums: dict[int, Tensor] = {}
+    batches = list(batches)
+    if not batches:
+        raise ValueError("there is nothing to fit routers to: batches is empty")
+    with evaluating(model), lookahead(model):
+        for batch in tqdm(batches, desc="fitting routers", unit="batch", leave=False):
+            streams: dict[int, Tensor] = {}
+            try:
+                for index, router in routers.items():
+                    router.score = _recording(router, streams, index)  # type: ignore[method-assign,assignment]
+                _, moves = _moves(model, batch, model.depth_config.target)
+            finally:
+                for router in routers.values():
+                    del router.score
+            for index, x in streams.items():
+                sums[index] = sums.get(index, 0) + _products(x, moves[index])
+    for index, router in routers.items():
+        router.projection.weight.copy_(_least_squares(sums[index])[None])
+
+
+def check_fit(depth: DepthConfig) -> None:
+    """Refuse to fit routers where their scores have no say, or would change what a pretrained model computes."""
+    if depth.scheme != "expert_choice":
+        raise ValueError(f"scheme={depth.scheme!r} does not rank tokens by their scores: routers are not fitted to it")
+    if depth.gate not in ("straight", "one"):
+        raise ValueError(
+            f"gate={depth.gate!r} is not 1 for every score: fitted routers need gate='straight', or the model would no "
+            "longer compute what it did"
+        )
+
+
+def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callable[[Tensor], Tensor]:
+    """The router's own score, which keeps what it was given, as the router reads it (B, T, D)."""
+    score = router.score
+
+    def record(x: Tensor) -> Tensor:
+        streams[index] = x if router.router_input == "stream" else x * inverse_size(x)[..., None]
+        return score(x)
+
+    return record
+
+
+def _products(x: Tensor, moves: Tensor) -> Tensor:
+    """(D + 2, D + 2): the sums of all products of what a router reads (B, T, D), the logarithm of the moves (B, T)
+    and 1."""
+    wanted = moves.clamp(min=1e-9).log()
+    wanted[:, 0] = wanted.max(1).values
+    rows = torch.cat([x, wanted[..., None], torch.ones_like(wanted)[..., None]], -1).flatten(0, 1).double()
+    return rows.T @ rows
+
+
+def _least_squares(products: Tensor) -> Tensor:
+    """(D,): the weights whose scores come nearest to what was wanted, scaled to a variance of 1."""
+    number = products[-1, -1]
+    means = products[-1] / number
+    covariance = products / number - means.outer(means)
+    width = len(products) - 2
+    ridge = RIDGE * torch.eye(width, dtype=products.dtype, device=products.device)
+    spread = covariance[width, width].sqrt().clamp(min=1e-9)
+    weights: Tensor = torch.linalg.solve(covariance[:width, :width] + ridge, covariance[:width, width] / spread)
+    return weights
 
 
 def _moves(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, list[Tensor]]:

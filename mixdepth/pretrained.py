@@ -13,7 +13,7 @@ from mixdepth.hf.routing import ROUTER_NAME
 from mixdepth.loading import check_whole, load
 from mixdepth.settings import TrainConfig
 
-EXACT_GATES = ("unit", "one")
+EXACT_GATES = ("unit", "straight", "one")
 """Gates that are 1 where scores are 0."""
 
 

@@ -194,7 +194,7 @@ class Router(Chooser):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             scores = _linear(x, self.projection)[..., 0]
-            return scores if self.router_input == "stream" else scores * _inverse_size(x)
+            return scores if self.router_input == "stream" else scores * inverse_size(x)
 
     def noise(self, real: Tensor, positions: Tensor | None, with_step: bool) -> Tensor:
         """The scores (B, T) of `random`, new in each training step and the same in all evaluation."""
@@ -242,7 +242,7 @@ class Predictor(nn.Module):
         x = x.detach().to(dtype)
         # As if the stream were normalised, since its scale grows over layers and training by orders of
         # magnitude; scaling the few hidden units instead spares a copy of the stream.
-        scale = _inverse_size(x)[..., None]  # (B, T, 1)
+        scale = inverse_size(x)[..., None]  # (B, T, 1)
         with torch.autocast(x.device.type, enabled=False):
             h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
             if self.down is not None:
@@ -251,7 +251,7 @@ class Predictor(nn.Module):
         return logits
 
 
-def _inverse_size(x: Tensor) -> Tensor:
+def inverse_size(x: Tensor) -> Tensor:
     """(B, T): one over the root mean square of each token of the stream x (B, T, D)."""
     inverse: Tensor = x.shape[-1] ** 0.5 / torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-6)
     return inverse
@@ -283,6 +283,8 @@ def weigh(logits: Tensor, gate: Gate) -> Tensor:
             return logits.tanh()
         case "unit":
             return 1 + logits.tanh()
+        case "straight":
+            return torch.ones_like(logits) + (logits - logits.detach())  # 1 to the bit
         case "one":
             return torch.ones_like(logits)
 

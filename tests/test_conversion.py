@@ -47,6 +47,7 @@ def logits(folder):
         {"scheme": "random", "gate": "one"},
         {"scheme": "early_exit", "layers": (1, 3), "capacity": (0.5, 0.25)},
         {"capacity": (0.5, 0.25)},
+        {"gate": "straight"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "default",
 )
@@ -126,6 +127,56 @@ def test_a_token_that_a_layer_would_not_move_costs_nothing_to_skip(target):
     assert all(costs[index] for index in (0, 1, 3))
 
 
+def test_fitted_routers_leave_the_model_as_it_was_and_bring_the_sink_along(pretrained, corpus, tmp_path):
+    arguments = ["--out", str(tmp_path / "mod"), "--fit", "--choose", "auto", "--corpus", corpus, "--windows", "8"]
+    assert main(["convert", pretrained, *arguments, "--context", "64"]) == 0
+    assert Conversion.read(tmp_path / "mod").depth.gate == "straight"
+    assert torch.equal(logits(tmp_path / "mod"), logits(pretrained))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mod")
+    assert all(router.projection.weight.abs().sum() > 0 for router in model.depth_routers)
+
+
+@pytest.mark.parametrize("router_input", ["normed", "stream"])
+@pytest.mark.parametrize("target", ["block", "mlp", "attention"])
+def test_routers_are_fitted_to_how_far_a_layer_moves_its_tokens(target, router_input):
+    """By hand: all tokens at once, with the first of each row wanted most."""
+    ids, settings = token_ids(4, 32), {"target": target, "router_input": router_input}
+    model = mixdepth.route(dense(dtype=torch.float64), capacity=1.0, layers=(1, 2), gate="straight", **settings)
+    before = model.eval()(ids).logits
+    mixdepth.fit_routers(model, [ids[:3], ids[3:]])
+    assert torch.equal(model(ids).logits, before)
+    assert "score" not in vars(model.depth_routers[0])
+    seen, part = {}, {"block": "", "mlp": "mlp", "attention": "self_attn"}[target]
+    layer = model.model.layers[2]
+    reads = layer.post_attention_layernorm if target == "mlp" else layer.input_layernorm
+    layer.register_forward_pre_hook(lambda module, args: seen.update(before=args[0]))
+    reads.register_forward_pre_hook(lambda module, args: seen.update(read=args[0]))
+    layer.get_submodule(part).register_forward_hook(
+        lambda module, args, out: seen.update(after=out[0] if isinstance(out, tuple) else out)
+    )
+    model(ids)
+    moved = seen["after"] - seen["before"] if target == "block" else seen["after"]
+    wanted = (moved.norm(dim=-1) / seen["before"].norm(dim=-1)).log()
+    wanted[:, 0] = wanted.max(1).values
+    x, y = seen["read"].detach(), wanted.detach().flatten()
+    if router_input == "normed":
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+    x = x.flatten(0, 1) - x.mean((0, 1))
+    y = (y - y.mean()) / y.std(correction=0)
+    eye = torch.eye(x.shape[1], dtype=x.dtype)
+    expected = torch.linalg.lstsq(torch.cat([x, (0.01 * len(x)) ** 0.5 * eye]), torch.cat([y, eye[0] * 0])).solution
+    torch.testing.assert_close(model.depth_routers[1].projection.weight[0], expected.float())
+
+
+def test_routers_are_fitted_before_the_capacity_falls():
+    model = mixdepth.route(dense(), capacity=0.5, gate="straight")
+    with pytest.raises(ValueError, match="before a model comes down in capacity: set its capacity to 1"):
+        mixdepth.fit_routers(model, [token_ids()])
+    mixdepth.set_capacity(model, 1.0)
+    with pytest.raises(ValueError, match="batches is empty"):
+        mixdepth.fit_routers(model, [])
+
+
 def test_the_cheapest_are_in_order():
     assert cheapest({0: 3.0, 1: 1.0, 2: 2.0, 3: 0.5}, 3) == (1, 2, 3)
 
@@ -162,6 +213,12 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
         ({"scheme": "early_exit"}, {}, "capacity must fall from one exit to the next"),
         ({}, {"choose": "auto", "context": 4096}, "context=4096 is beyond the 128 positions of"),
         ({"layers": (7,)}, {}, "layers must be below the model's 4 layers, not 7"),
+        ({}, {"fit": True, "corpus": "nowhere"}, "gate='unit' is not 1 for every score: fitted routers need gate="),
+        (
+            {"scheme": "random", "gate": "one"},
+            {"fit": True, "corpus": "nowhere"},
+            "scheme='random' does not rank tokens by their scores",
+        ),
         ({}, {"choose": "best"}, "choose must be auto, or be left out, not 'best'"),
         ({}, {"choose": "auto", "windows": 0}, "windows must be a whole number of at least 1, not 0"),
     ],

@@ -167,7 +167,14 @@ def test_an_initial_spread_of_zero_starts_all_scores_at_zero():
 
 @pytest.mark.parametrize(
     ("gate", "weight"),
-    [("raw", -2.0), ("sigmoid", 0.11920292), ("tanh", -0.9640276), ("unit", 0.0359724), ("one", 1.0)],
+    [
+        ("raw", -2.0),
+        ("sigmoid", 0.11920292),
+        ("tanh", -0.9640276),
+        ("unit", 0.0359724),
+        ("straight", 1.0),
+        ("one", 1.0),
+    ],
 )
 def test_a_gate_weighs_a_score(gate, weight):
     assert mixdepth.router.weigh(torch.tensor([-2.0]), gate).item() == pytest.approx(weight)

@@ -63,7 +63,13 @@ def _add_convert(verbs: Any) -> None:
         "--choose",
         help="auto: route as many layers as --every says, but those that can best be spared, as measured on --corpus",
     )
-    measuring = convert.add_argument_group("measuring layers (--choose auto)")
+    convert.add_argument(
+        "--fit",
+        action="store_true",
+        help="start routers where they rank tokens by how far their layer moves them, as measured on --corpus, and not "
+        "at 0; the gate is then straight, unless --gate says otherwise",
+    )
+    measuring = convert.add_argument_group("measuring (--choose auto, --fit)")
     measuring.add_argument("--corpus", default="stdlib", help="the text (default: %(default)s)")
     measuring.add_argument("--windows", type=int, default=4, help="how much of it (default: %(default)s windows)")
     measuring.add_argument("--context", type=int, help="tokens in a window (default: 512, if the model takes as many)")
@@ -78,7 +84,8 @@ def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
     routing = split(options, "depth_")
     if dense and routing:
         raise ValueError(f"a plain model has no {next(iter(routing))}: leave out --dense or the routing settings")
-    depth = None if dense else DepthConfig(**{**CONVERT_DEFAULTS, **routing_settings(routing)})
+    gate = {"gate": "straight"} if options["fit"] else {}
+    depth = None if dense else DepthConfig(**{**CONVERT_DEFAULTS, **gate, **routing_settings(routing)})
     done = convert(model, out, depth, **options)
     if done is not None:
         for index, cost in (done.costs or {}).items():
