@@ -68,6 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 blocks removed": removed(3),
     # other ways to choose and to tune
     "8 blocks, 25%, fitted": {**blocks(8, 0.25, FITTED), "fit": True},
+    "8 blocks, 25%, fitted, down at once": {**blocks(8, 0.25, FITTED, capacity_steps=0.1), "fit": True},
     "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),
     "blocks, 50%, predictor": blocks(12, 0.5, {**ROUTED, "causal": "predictor"}),
     "blocks, 50%, distilled": blocks(12, 0.5, distill=0.5),

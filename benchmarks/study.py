@@ -24,7 +24,7 @@ PROMPT, NEW_TOKENS, STEPS = 64, 128, 60
 
 
 def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
-    """For each budget, the cells (of the first seed) of the best dense and the best learned size."""
+    """For each budget, a cell of the best dense and of the best learned size whose weights are there."""
     from mixdepth.isoflop import Study
 
     study, curves = Study.read(folder), json.loads((folder / "fit.json").read_text())["curves"]
@@ -39,8 +39,10 @@ def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
             if group:
                 curve = min(group, key=lambda curve: curve["best"]["loss"])
                 key = (budget, curve["variant"], curve["best"]["shape"])
-                cell = next(cell for cell in study.cells if (cell.budget, cell.variant, cell.shape) == key)
-                pair[kind] = (cell, curve["best"]["loss"])
+                same = [cell for cell in study.cells if (cell.budget, cell.variant, cell.shape) == key]
+                trained = [cell for cell in same if any(study.run_of(cell).folder.glob("*.safetensors"))]
+                if trained:
+                    pair[kind] = (trained[0], curve["best"]["loss"])
         if len(pair) == 2:
             found.append((budget, pair))
     return found

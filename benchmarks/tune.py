@@ -23,6 +23,7 @@ LONG = {"flops": 1e13, "compile": True}
 FINE = {"warmup": 0.3, "eval_windows": 4096}
 SLOWER = {"routed_learning_rate": 0.35, "router_learning_rate": 0.35}
 DENSE = {"depth": None}
+RULE = 5.7e-3
 CELLS = [
     # learning rate and batch at 1e13
     *(
@@ -47,6 +48,12 @@ CELLS = [
     *({**LONG, **FINE, **SLOWER, "depth": {"causal": "threshold", **gate}} for gate in ({}, {"gate": "tanh"})),
     {**LONG, **FINE, **SLOWER, "depth": {"causal": "threshold"}, "width": 80, "learning_rate": 6.4e-3},
     {**LONG, **FINE, **SLOWER, "depth": {"scheme": "token_choice"}},
+    # the block itself, with the score's gradient, against Eq. 1; at the rate that the rule gives 4 x 64
+    *(
+        {"warmup": 0.3, "learning_rate": RULE, "depth": {"gate": gate}, "seed": seed}
+        for seed in (0, 1)
+        for gate in ("straight", "raw")
+    ),
 ]
 
 

@@ -60,9 +60,9 @@ class DepthConfig:
     gate: Gate = None  # type: ignore[assignment]
     """Weight w of a chosen token, x + w * (block(x) - x): its score as it is (`raw`), squashed
     (`sigmoid`, `tanh`), 1 + tanh(score) (`unit`: starts at the block itself), 1 with the score's
-    gradient (`straight`: the block itself, and the router learns), or 1 (`one`: no gradient reaches
-    the router). Default `raw`, for `soft` `sigmoid`. Paper: raw in Eq. 1, though its
-    Fig. 5 shows weights in [0, 1]."""
+    gradient for the router alone (`straight`: the block itself, and the router learns), or 1 (`one`:
+    no gradient reaches the router). Default `raw`, for `soft` `sigmoid`. Paper: raw in Eq. 1, though
+    its Fig. 5 shows weights in [0, 1]."""
 
     gate_on: GateOn = "block"
     """What the weight multiplies: the update of all that is routed (Eq. 1 of the paper), or the MLP's
@@ -189,6 +189,11 @@ class DepthConfig:
             )
         if self.scheme == "soft" and self.capacity != 1:
             raise ValueError(f"scheme='soft' processes every token: leave out capacity={self.capacity}")
+        if self.gate == "straight" and self.scheme in ("random", "soft"):
+            raise ValueError(
+                f"gate='straight' tells the router whom to choose, and scheme={self.scheme!r} does not ask it: use "
+                "gate='one'"
+            )
         if self.scheme == "early_exit" and (self.target != "block" or self.gate_on != "block"):
             raise ValueError(
                 f"scheme='early_exit' skips whole layers: leave out target={self.target!r} and gate_on={self.gate_on!r}"

@@ -17,7 +17,7 @@ from mixdepth.router import Router, inverse_size, lookahead
 PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
 """The submodule of a layer whose output is what a target adds to the stream; a block's output is the stream itself."""
 RIDGE = 0.01
-"""Of the fit of routers, against a root mean square of 1 of what they read."""
+"""Of the fit of routers, relative to the variance of what they read."""
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def layer_costs(
     model: Any, batches: Iterable[Tensor], capacity: float = 0.5, target: Target = "block"
 ) -> dict[int, float]:
     """What each layer's absence costs: nats per token by which the loss on these token ids (B, T) rises when that layer
-    alone processes only the `capacity` tokens of each row that it moves most.
+    alone processes only the `capacity` tokens of each row that it moves most, and the first: see `fit_routers`.
 
     How far a layer moves a token is known only after it ran, so this is no routing rule; it is what a router can hope
     to learn. The model is left as it was.
@@ -48,7 +48,7 @@ def layer_costs(
             try:
                 with lookahead(routed):
                     for batch, (_, moves) in zip(batches, found, strict=True):
-                        router.score = _constant(moves[index])  # type: ignore[method-assign,assignment]
+                        router.score = _constant(_wanted(moves[index]))  # type: ignore[method-assign,assignment]
                         losses.append(_loss(routed, batch))
             finally:
                 unroute(routed)
@@ -73,14 +73,19 @@ def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
     top: it hardly moves, but it is the sink that others attend to for want of anything else, and without it
     attention breaks. The model is at capacity 1 and its gate is 1 whatever the score, so that it computes what it did.
     """
+    if not isinstance(model, RoutedCausalLM):
+        raise ValueError(f"{type(model).__name__} is not a routed language model: call mixdepth.route first")
     check_fit(model.depth_config)
     routers = dict(zip(model.deciding_layers, model.depth_routers, strict=True))
     if any(router.capacity != 1 for router in routers.values()):
         raise ValueError("routers are fitted before a model comes down in capacity: set its capacity to 1")
     sums: dict[int, Tensor] = {}
     batches = list(batches)
-    if not batches:
-        raise ValueError("there is nothing to fit routers to: batches is empty")
+    num_tokens, width = sum(batch.numel() for batch in batches), model.depth_routers[0].projection.in_features
+    if num_tokens < 2 * width:
+        raise ValueError(
+            f"{num_tokens} tokens are too few to fit the {width} weights of a router: give at least {2 * width}"
+        )
     with evaluating(model), lookahead(model):
         for batch in tqdm(batches, desc="fitting routers", unit="batch", leave=False):
             streams: dict[int, Tensor] = {}
@@ -94,13 +99,22 @@ def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
             for index, x in streams.items():
                 sums[index] = sums.get(index, 0) + _products(x, moves[index])
     for index, router in routers.items():
-        router.projection.weight.copy_(_least_squares(sums[index])[None])
+        weights = _least_squares(sums[index])
+        if not weights.isfinite().all():
+            raise ValueError(
+                f"layer {index} gives values on this text that are no numbers: its router cannot be fitted"
+            )
+        router.projection.weight.copy_(weights[None])
 
 
 def check_fit(depth: DepthConfig) -> None:
     """Refuse to fit routers where their scores have no say, or would change what a pretrained model computes."""
     if depth.scheme != "expert_choice":
-        raise ValueError(f"scheme={depth.scheme!r} does not rank tokens by their scores: routers are not fitted to it")
+        raise ValueError(f"routers are fitted for scheme='expert_choice', not for {depth.scheme!r}: leave out fit")
+    if depth.causal == "aux_loss":
+        raise ValueError("causal='aux_loss' cuts scores at 0, which fitted ones are not around: use causal='threshold'")
+    if depth.experts is not None:
+        raise ValueError(f"routers of models with experts={depth.experts!r} are not fitted: leave out fit")
     if depth.gate not in ("straight", "one"):
         raise ValueError(
             f"gate={depth.gate!r} is not 1 for every score: fitted routers need gate='straight', or the model would no "
@@ -113,7 +127,8 @@ def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callab
     score = router.score
 
     def record(x: Tensor) -> Tensor:
-        streams[index] = x if router.router_input == "stream" else x * inverse_size(x)[..., None]
+        read = x.to(torch.promote_types(x.dtype, torch.float32))
+        streams[index] = read if router.router_input == "stream" else read * inverse_size(read)[..., None]
         return score(x)
 
     return record
@@ -122,22 +137,27 @@ def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callab
 def _products(x: Tensor, moves: Tensor) -> Tensor:
     """(D + 2, D + 2): the sums of all products of what a router reads (B, T, D), the logarithm of the moves (B, T)
     and 1."""
-    wanted = moves.clamp(min=1e-9).log()
-    wanted[:, 0] = wanted.max(1).values
+    wanted = _wanted(moves).clamp(min=1e-9).log()
     rows = torch.cat([x, wanted[..., None], torch.ones_like(wanted)[..., None]], -1).flatten(0, 1).double()
     return rows.T @ rows
 
 
 def _least_squares(products: Tensor) -> Tensor:
-    """(D,): the weights whose scores come nearest to what was wanted, scaled to a variance of 1."""
+    """(D,): the weights whose scores come nearest to what was wanted, taken with a variance of 1."""
     number = products[-1, -1]
     means = products[-1] / number
     covariance = products / number - means.outer(means)
     width = len(products) - 2
-    ridge = RIDGE * torch.eye(width, dtype=products.dtype, device=products.device)
+    size = covariance.diagonal()[:width].mean()
+    ridge = RIDGE * size * torch.eye(width, dtype=products.dtype, device=products.device)
     spread = covariance[width, width].sqrt().clamp(min=1e-9)
     weights: Tensor = torch.linalg.solve(covariance[:width, :width] + ridge, covariance[:width, width] / spread)
     return weights
+
+
+def _wanted(moves: Tensor) -> Tensor:
+    """Which tokens a layer should not miss: those that it moves most, and before them the sink, the first of a row."""
+    return torch.cat([moves.amax(1, keepdim=True), moves[:, 1:]], 1)
 
 
 def _moves(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, list[Tensor]]:

@@ -175,7 +175,8 @@ class Router(Chooser):
         chosen, real, candidates, dropped, scores, predictor_logits = decision
         learned = self.score(x) if scores is None or self.scheme == "random" else scores
         scores = learned if scores is None else scores
-        weight = weigh(learned, self.gate)
+        # A straight weight is 1 whatever the stream, so that only the router may be told what more of it would do.
+        weight = weigh(self.score(x.detach()) if self.gate == "straight" else learned, self.gate)
         if is_whole:
             return WholeRoute.of(weight, scores, predictor_logits, real, candidates)
         return Route.choose(chosen, weight, scores, predictor_logits, real, num_slots, candidates, dropped)

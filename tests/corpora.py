@@ -68,24 +68,29 @@ def refusal(*arguments: str) -> str:
     return sentence
 
 
-def start(*arguments: str, log: Path, file_size: int | None = None, **environment: str) -> ForkServerProcess:
+def start(
+    *arguments: str, log: Path, file_size: int | None = None, is_background: bool = False, **environment: str
+) -> ForkServerProcess:
     """The command line in a process and a session of its own, forked from a server that has imported mixdepth already.
 
-    What it says is added to `log`. No file may grow beyond `file_size` bytes.
+    What it says is added to `log`. No file may grow beyond `file_size` bytes. In the background it hears no Ctrl-C.
     """
     process = get_context("forkserver").Process(
-        target=_command, args=(arguments, log, file_size, {**os.environ, **environment})
+        target=_command, args=(arguments, log, file_size, {**os.environ, **environment}, is_background)
     )
     process.start()
     return process
 
 
-def _command(arguments: list[str], log: Path, file_size: int | None, environment: dict[str, str]) -> None:
+def _command(
+    arguments: list[str], log: Path, file_size: int | None, environment: dict[str, str], is_background: bool
+) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts in the background
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if is_background:  # as a shell does
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if file_size is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))

@@ -157,7 +157,8 @@ class OracleLayer(RoutedLayer):
         return chosen, {token: self.weigh(x[token]) for token in chosen}
 
     def weigh(self, token: Tensor) -> Tensor | float:
-        raw = score(self.depth_router, token)
+        is_straight = self.depth_router.gate == "straight"  # no gradient reaches the stream through its score
+        raw = score(self.depth_router, token.detach() if is_straight else token)
         return {
             "raw": raw,
             "sigmoid": 1 / (1 + torch.exp(-raw)),

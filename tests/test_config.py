@@ -47,6 +47,10 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
             ({"scheme": scheme, "causal": "predictor"}, f"causal='predictor' has no meaning with scheme='{scheme}'")
             for scheme in ("token_choice", "random", "soft")
         ),
+        *(
+            ({"scheme": scheme, "gate": "straight"}, f"gate='straight' .* and scheme='{scheme}' does not ask it")
+            for scheme in ("random", "soft")
+        ),
         ({"scheme": "soft", "capacity": 0.5}, "scheme='soft' processes every token: leave out capacity=0.5"),
         ({"scheme": "early_exit", "target": "mlp"}, "scheme='early_exit' skips whole layers: leave out target='mlp'"),
         ({"scheme": "early_exit", "gate_on": "mlp"}, "leave out .* gate_on='mlp'"),

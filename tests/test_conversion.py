@@ -96,7 +96,7 @@ def test_the_layers_that_cost_least_are_chosen(pretrained, corpus, tmp_path):
     assert found == Conversion.read(tmp_path / "mod")
 
 
-def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least():
+def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least_but_not_the_sink():
     """By hand, for an MLP, in which no token sees another: its update is left out where it is smallest."""
     model = dense(dtype=torch.float64)
     ids = token_ids(2, 16)
@@ -107,6 +107,7 @@ def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least():
 
     def skip(module, args, update):
         size = update.norm(dim=-1) / seen["x"].norm(dim=-1)
+        size[:, 0] = size.amax(1)  # the sink stays
         kept = size >= size.topk(4, dim=1).values[:, -1:]
         return update * kept[..., None]
 
@@ -127,7 +128,7 @@ def test_a_token_that_a_layer_would_not_move_costs_nothing_to_skip(target):
     assert all(costs[index] for index in (0, 1, 3))
 
 
-def test_fitted_routers_leave_the_model_as_it_was_and_bring_the_sink_along(pretrained, corpus, tmp_path):
+def test_fitted_routers_leave_the_model_as_it_was(pretrained, corpus, tmp_path):
     arguments = ["--out", str(tmp_path / "mod"), "--fit", "--choose", "auto", "--corpus", corpus, "--windows", "8"]
     assert main(["convert", pretrained, *arguments, "--context", "64"]) == 0
     assert Conversion.read(tmp_path / "mod").depth.gate == "straight"
@@ -164,7 +165,8 @@ def test_routers_are_fitted_to_how_far_a_layer_moves_its_tokens(target, router_i
     x = x.flatten(0, 1) - x.mean((0, 1))
     y = (y - y.mean()) / y.std(correction=0)
     eye = torch.eye(x.shape[1], dtype=x.dtype)
-    expected = torch.linalg.lstsq(torch.cat([x, (0.01 * len(x)) ** 0.5 * eye]), torch.cat([y, eye[0] * 0])).solution
+    ridge = 0.01 * x.square().mean() * len(x)
+    expected = torch.linalg.lstsq(torch.cat([x, ridge.sqrt() * eye]), torch.cat([y, eye[0] * 0])).solution
     torch.testing.assert_close(model.depth_routers[1].projection.weight[0], expected.float())
 
 
@@ -173,8 +175,25 @@ def test_routers_are_fitted_before_the_capacity_falls():
     with pytest.raises(ValueError, match="before a model comes down in capacity: set its capacity to 1"):
         mixdepth.fit_routers(model, [token_ids()])
     mixdepth.set_capacity(model, 1.0)
-    with pytest.raises(ValueError, match="batches is empty"):
+    with pytest.raises(ValueError, match="0 tokens are too few to fit the 32 weights of a router: give at least 64"):
         mixdepth.fit_routers(model, [])
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not a routed language model"):
+        mixdepth.fit_routers(dense(), [token_ids()])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="layer 1 gives values on this text that are no numbers"):
+        mixdepth.fit_routers(model, [token_ids(4, 32)])
+
+
+def test_fitted_routers_want_the_first_token_of_a_row_though_it_moves_least():
+    """It can be told from the others, as the sink of a pretrained model can: no other token is like it."""
+    ids = token_ids(8, 32).clamp(min=1)
+    ids[:, 0] = 0
+    model = mixdepth.route(dense(), capacity=1.0, gate="straight", router_input="normed", causal="threshold").eval()
+    mixdepth.fit_routers(model, [ids])
+    for route in model(ids, output_routes=True).routes:
+        ranks = (route.logits > route.logits[:, :1]).sum(1)
+        assert ranks.float().mean() < 8  # of 32; by its moves alone it would be the 27th
 
 
 def test_the_cheapest_are_in_order():
@@ -217,7 +236,12 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
         (
             {"scheme": "random", "gate": "one"},
             {"fit": True, "corpus": "nowhere"},
-            "scheme='random' does not rank tokens by their scores",
+            "routers are fitted for scheme='expert_choice', not for 'random'",
+        ),
+        (
+            {"causal": "aux_loss", "gate": "straight"},
+            {"fit": True, "corpus": "nowhere"},
+            "causal='aux_loss' cuts scores at 0, which fitted ones are not around",
         ),
         ({}, {"choose": "best"}, "choose must be auto, or be left out, not 'best'"),
         ({}, {"choose": "auto", "windows": 0}, "windows must be a whole number of at least 1, not 0"),

@@ -223,12 +223,12 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     folder = tmp_path / "study"
     found = plan(folder, corpus, budgets=[1.5e9], variants=["mod"], save_every=20)
     run = Run(folder / "cells" / found.cells[0].name)
-    process = start("isoflop", "run", str(folder), log=tmp_path / "log")
+    process = start("isoflop", "run", str(folder), log=tmp_path / "log", is_background=True)
     while not run.folder.is_dir() or not run.checkpoints():
         assert process.is_alive()
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
-    process.join()
+    process.join(60)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nobody is left
     assert run.result is None
@@ -270,6 +270,9 @@ def test_the_test_text_is_opened_when_all_is_finished(study, corpus, tmp_path):
         {"cell": first.name, "reason": "it has no loss on the test text, and its weights are gone"}
     ]
     half = shutil.copytree(study, tmp_path / "half")
+    (half / "cells" / first.name / "test.json").unlink()  # as if killed before it was written
+    isoflop.run(half)
+    assert (half / "cells" / first.name / "test.json").exists()
     (half / "cells" / first.name / "test.json").unlink()
     assert isoflop.fit(half, split="test") == fitted
     plan(half, corpus, seeds=2)

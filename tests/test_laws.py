@@ -25,7 +25,7 @@ VARIANTS = {
     "sigmoid": {"gate": "sigmoid"},
     "tanh": {"gate": "tanh"},
     "unit": {"gate": "unit"},
-    "straight": {"gate": "straight"},
+    "straight": {"gate": "straight", "causal": "threshold"},
     "one": {"gate": "one"},
     "normed": {"router_input": "normed", "causal": "threshold"},
     "aux_loss": {"causal": "aux_loss"},

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mixdepth.config import check_integer
 from mixdepth.files import write_json
-from mixdepth.isoflop.sealed import sealed_losses
+from mixdepth.isoflop.sealed import is_unsealed, sealed_losses
 from mixdepth.isoflop.study import FAILED, LOG, Cell, Study
 from mixdepth.run import METRICS, writing
 from mixdepth.settings import TrainConfig
@@ -66,7 +66,7 @@ def run(folder: str | Path, *, workers: int | None = None, engine: str = "local"
     except Timeout as error:
         raise ValueError(f"another process is running the study in {str(folder)!r}: wait for it, or stop it") from error
     try:
-        left = [cell for cell in study.cells if not study.is_settled(cell)]
+        left = [cell for cell in study.cells if not study.is_settled(cell) or is_unsealed(study, cell)]
         left.sort(key=lambda cell: (cell.budget, cell.seed))  # a whole curve of one seed says more than half of three
         if left:
             _check_corpus(study, left[0])
