@@ -1,12 +1,13 @@
 """Before any tuning: does it matter which tokens skip the routed blocks of SmolLM2-135M?
 
-The blocks of `benchmarks/smollm.py` process half of the tokens, or three quarters, chosen in several ways:
+The blocks of `benchmarks/smollm.py` process a share of the tokens, chosen in several ways:
 
 - random;
 - move: those that the block moves most, known only after it ran;
 - gain: those whose passage lowers the loss most, to first order (the gradient at the block's output times what the
   block adds), known only after the text was read to its end;
-- fitted: by a linear router that was fitted to `move` on the tuning text, by least squares.
+- fitted: by a linear router that was fitted to `move` on the tuning text, by least squares;
+- ..., sink: the same, with the first token of each window at the top, which others attend to for want of anything else.
 
 All choose with look-ahead, so these are bounds for routers, not models to sample from.
 
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, header, row
-from smollm import CONTEXT, layers_to_route
+from smollm import CONTEXT, DOMAINS, layers_to_route
 from torch import Tensor
 
 import mixdepth
@@ -33,9 +34,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("text", type=Path, help="the folder of texts")
 parser.add_argument("--models", type=Path, default=Path("models/smollm"), help="where models are")
 
-DOMAINS = ("prose", "python")
 HELD_OUT, FITTED_ON = 8, 24  # windows
 RIDGE = 0.01
+SHAPES = ((12, 0.5), (12, 0.75), (8, 0.25))  # blocks, capacity
 
 Scores = dict[int, Tensor]  # (B, T) for each routed layer
 
@@ -76,6 +77,10 @@ def fitted(streams: Tensor, moves: Tensor) -> Tensor:
     return torch.linalg.solve(x.T @ x + RIDGE * len(x) * eye, x.T @ y).float()
 
 
+def with_sink(scores: Scores) -> Scores:
+    return {i: torch.cat([score.amax(1, keepdim=True), score[:, 1:]], 1) for i, score in scores.items()}
+
+
 @contextmanager
 def choosing(model: Any, layers: tuple[int, ...], capacity: float) -> Iterator[Callable[[Tensor, Scores], float]]:
     """A function from token ids and scores to the loss when the highest scores pass."""
@@ -107,36 +112,38 @@ def main(text: Path, models: Path) -> None:
         parameter.requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)  # so that gradients reach every layer's output
     known = [read(model, layers, batch)[1:3] for batch in windows(text, models, "train", FITTED_ON)]
-    weights = {
-        i: fitted(torch.cat([streams[i] for streams, _ in known]), torch.cat([moves[i] for _, moves in known]))
-        for i in layers
-    }
-    print(f"{describe()}\nblocks {', '.join(map(str, layers))}; {HELD_OUT} held-out windows of {CONTEXT} tokens\n")
-    header("text", "original", "capacity", "random", "move", "gain", "fitted", "fitted to move, correlation")
+    streams = {i: torch.cat([found[i] for found, _ in known]) for i in layers}
+    plain = {i: fitted(streams[i], torch.cat([moves[i] for _, moves in known])) for i in layers}
+    sunk = {i: fitted(streams[i], torch.cat([with_sink(moves)[i] for _, moves in known])) for i in layers}
+    print(f"{describe()}\n{HELD_OUT} held-out windows of {CONTEXT} tokens; correlation of fitted and real moves\n")
+    header(
+        "text", "blocks", "original", "random", "move", "move, sink", "gain", "fitted", "fitted, sink", "correlation"
+    )
     for domain in DOMAINS:
         batches = windows(text, models, domain, HELD_OUT)
         found = [read(model, layers, batch) for batch in batches]
         original = statistics.mean(loss for loss, *_ in found)
-        guesses = [{i: streams[i] @ weights[i] for i in layers} for _, streams, _, _ in found]
-        ways = {
-            "random": [{i: torch.rand(batch.shape) for i in layers} for batch in batches],
-            "move": [moves for _, _, moves, _ in found],
-            "gain": [gains for _, _, _, gains in found],
-            "fitted": guesses,
-        }
+        guesses = [[{i: x[i] @ weights[i] for i in layers} for _, x, _, _ in found] for weights in (plain, sunk)]
+        ways = [
+            [{i: torch.rand(batch.shape) for i in layers} for batch in batches],
+            [moves for _, _, moves, _ in found],
+            [with_sink(moves) for _, _, moves, _ in found],
+            [gains for _, _, _, gains in found],
+            *guesses,
+        ]
         fits = [
             torch.corrcoef(torch.stack([guess[i].flatten(), moves[i].log().flatten()]))[0, 1].item()
-            for guess, (_, _, moves, _) in zip(guesses, found, strict=True)
+            for guess, (_, _, moves, _) in zip(guesses[0], found, strict=True)
             for i in layers
         ]
-        for capacity in (0.5, 0.75):
-            with choosing(model, layers, capacity) as loss:
+        for number, capacity in SHAPES:
+            with choosing(model, layers_to_route(text, models, "block", number), capacity) as loss:
                 rises = [
                     statistics.mean(loss(batch, scores) for batch, scores in zip(batches, way, strict=True)) - original
-                    for way in ways.values()
+                    for way in ways
                 ]
             cells = [f"+{rise:.2f}" for rise in rises]
-            row(domain, f"{original:.3f}", f"{capacity:.0%}", *cells, f"{min(fits):.2f} to {max(fits):.2f}")
+            row(domain, f"{number}, {capacity:.0%}", f"{original:.3f}", *cells, f"{min(fits):.2f} to {max(fits):.2f}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import json
 import re
+import statistics
 import subprocess
 import tempfile
 from html.parser import HTMLParser
@@ -38,6 +39,7 @@ parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw loss again
 PACKAGES = ("debian-handbook", "jargon-text")
 HELD_OUT = 0.1
 CONTEXT, WINDOWS, FITTED_ON = 512, 24, 16
+DOMAINS = ("prose", "python")
 RESULTS = Path(__file__).with_name("smollm.jsonl")
 TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
 TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5, "bf16": True}
@@ -220,7 +222,7 @@ def measure(name: str, text: Path, models: Path, flops: float) -> dict[str, Any]
     run = None if VARIANTS[name]["tune"] is None else mixdepth.Run(folder)
     spent = {} if run is None else {"flops": run.result["flops"], "tokens": run.result["tokens"]}
     line: dict[str, Any] = {"name": name, "budget": flops, **spent}
-    for domain in ("prose", "python"):
+    for domain in DOMAINS:
         found = held_out(model, models / "original", text, domain)
         line[domain] = {
             "loss": found.loss,
@@ -269,38 +271,43 @@ def append(line: dict[str, Any]) -> None:
         file.write(json.dumps({**line, "machine": describe()}) + "\n")
 
 
-def table(flops: float) -> None:
+def table() -> None:
     """The losses, against the original and against the original tuned alike, and the speeds."""
     from mixdepth.evaluation import interval
 
-    losses = {line["name"]: line for line in read() if "prose" in line and line["budget"] == flops}
-    speeds = {line["name"]: line["speed"] for line in read() if "speed" in line and line["budget"] == flops}
+    losses = {(line["name"], line["budget"]): line for line in read() if "prose" in line}
+    speeds = {(line["name"], line["budget"]): line["speed"] for line in read() if "speed" in line}
     header(
-        *("variant", "prose", "Python", "prose, to the original", "Python, to the original"),
+        *("variant", "FLOPs", "prose", "Python", "prose, to the original", "Python, to the original"),
         *("both, to the original tuned alike", "realised", "tokens/s at 1", "at 8", "cache"),
     )
-    original, tuned = losses["original"], losses.get("original, tuned")
-    for name, line in losses.items():
-        cells: list[str] = [f"{line[domain]['loss']:.4f}" for domain in ("prose", "python")]
-        for domain in ("prose", "python"):
-            cells.append(f"{line[domain]['loss'] / original[domain]['loss'] - 1:+.1%}")
-        if tuned is not None:
-            both = [line[d]["loss"] / tuned[d]["loss"] - 1 for d in ("prose", "python")]
+    original = next(line for (name, _), line in losses.items() if name == "original")
+    for (name, budget), line in losses.items():
+        cells: list[str] = [f"{budget:.0e}" if "flops" in line else ""]
+        cells += [f"{line[domain]['loss']:.4f}" for domain in DOMAINS]
+        cells += [f"{line[domain]['loss'] / original[domain]['loss'] - 1:+.1%}" for domain in DOMAINS]
+        tuned = losses.get(("original, tuned", budget))
+        if tuned is None:
+            cells.append("")
+        else:
+            both = [line[domain]["loss"] / tuned[domain]["loss"] - 1 for domain in DOMAINS]
             pairs = [
-                b / t - 1 for d in ("prose", "python") for b, t in zip(line[d]["rows"], tuned[d]["rows"], strict=True)
+                b / t - 1
+                for domain in DOMAINS
+                for b, t in zip(line[domain]["rows"], tuned[domain]["rows"], strict=True)
             ]
             span = interval(pairs, [1.0] * len(pairs))
             cells.append(f"{sum(both) / 2:+.1%}" + ("" if span.low is None else f" (± {span.mean - span.low:.1%})"))
-        taken = line["prose"]["capacity"]
-        cells.append(f"{sum(taken) / len(taken):.0%}" if taken else "")
-        quick = speeds.get(name)
+        shares = [statistics.mean(line[domain]["capacity"]) for domain in DOMAINS if line[domain]["capacity"]]
+        cells.append(", ".join(f"{share:.0%}" for share in shares))
+        quick = speeds.get((name, budget))
         if quick is None:
             cells += ["", "", ""]
         else:
             for size in (1, 8):
                 middle, low, high = quick[f"speed-up at {size}"]
                 cells.append(f"{quick[f'tokens/s at {size}']:.1f}, x {middle:.2f} ({low:.2f} to {high:.2f})")
-            cells.append(f"{quick['cache bytes at 1'] / speeds['original']['cache bytes at 1']:.0%}")
+            cells.append(f"{quick['cache bytes at 1'] / speeds['original', budget]['cache bytes at 1']:.0%}")
         row(name, *cells)
 
 
@@ -315,7 +322,7 @@ def plot(folder: Path) -> None:
         rows = []
         for key, speed in speeds.items():
             name, budget = key
-            loss = sum(losses[key][domain]["loss"] for domain in ("prose", "python")) / 2
+            loss = sum(losses[key][domain]["loss"] for domain in DOMAINS) / 2
             base = speeds["original", budget][f"tokens/s at {size}"]
             group = f"{budget:.0e} FLOPs" if VARIANTS[name]["tune"] is not None else "not tuned"
             rows.append(Row(name, loss, *(base * ratio for ratio in speed[f"speed-up at {size}"]), group))
@@ -327,7 +334,7 @@ def main(text: Path, flops: float, only: list[str] | None, models: Path) -> None
         if not any(line["name"] == name and line["budget"] == flops and "prose" in line for line in read()):
             line = measure(name, text, models, flops)
             append(line)
-            print(name, {domain: round(line[domain]["loss"], 4) for domain in ("prose", "python")}, flush=True)
+            print(name, {domain: round(line[domain]["loss"], 4) for domain in DOMAINS}, flush=True)
 
 
 if __name__ == "__main__":
@@ -335,7 +342,7 @@ if __name__ == "__main__":
     if options.prepare:
         prepare(options.text)
     elif options.table:
-        table(options.flops)
+        table()
     elif options.plot:
         plot(options.plot)
     elif options.speed:
