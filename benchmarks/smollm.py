@@ -44,13 +44,17 @@ RESULTS = Path(__file__).with_name("smollm.jsonl")
 TUNING = {"batch_size": 2, "context": CONTEXT, "learning_rate": 2e-4, "router_learning_rate": 2.0}
 TUNING |= {"predictor_learning_rate": 5.0, "eval_windows": 8, "log_every": 5, "bf16": True}
 ROUTED = {"gate": "unit", "router_input": "normed", "causal": "threshold"}
-FITTED = {**ROUTED, "gate": "straight"}
 UNTUNED = {"gate": "one", "scheme": "random"}  # a router that never learned knows no better
 
 
 def blocks(number: int, capacity: float, depth: dict[str, Any] = ROUTED, **tune: Any) -> dict[str, Any]:
     """The `number` blocks that can best be spared, at this capacity."""
     return {"choose": number, "target": "block", "depth": {**depth, "capacity": capacity}, "tune": tune}
+
+
+def fitted(number: int, capacity: float, **tune: Any) -> dict[str, Any]:
+    """Those blocks, with routers that start where they rank tokens by how far they are moved."""
+    return {**blocks(number, capacity, {**ROUTED, "gate": "straight"}, **tune), "fit": True}
 
 
 def removed(number: int) -> dict[str, Any]:
@@ -69,8 +73,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "6 blocks removed": removed(6),
     "3 blocks removed": removed(3),
     # other ways to choose and to tune
-    "8 blocks, 25%, fitted": {**blocks(8, 0.25, FITTED), "fit": True},
-    "8 blocks, 25%, fitted, down at once": {**blocks(8, 0.25, FITTED, capacity_steps=0.1), "fit": True},
+    "8 blocks, 25%, fitted": fitted(8, 0.25),
+    "8 blocks, 25%, fitted, down at once": fitted(8, 0.25, capacity_steps=0.1),
+    "8 blocks, 25%, fitted, distilled": fitted(8, 0.25, capacity_steps=0.1, distill=0.5),
+    "20 attentions, 25%, fitted": {**fitted(20, 0.25, capacity_steps=0.1), "target": "attention"},
     "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),
     "blocks, 50%, predictor": blocks(12, 0.5, {**ROUTED, "causal": "predictor"}),
     "blocks, 50%, distilled": blocks(12, 0.5, distill=0.5),

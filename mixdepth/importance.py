@@ -18,6 +18,8 @@ PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
 """The submodule of a layer whose output is what a target adds to the stream; a block's output is the stream itself."""
 RIDGE = 0.01
 """Of the fit of routers, relative to the variance of what they read."""
+SINK_WEIGHT = 0.5
+"""What the first token of a row counts in that fit, against all of the row: one of hundreds would not be heard."""
 
 
 @torch.no_grad()
@@ -135,10 +137,13 @@ def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callab
 
 
 def _products(x: Tensor, moves: Tensor) -> Tensor:
-    """(D + 2, D + 2): the sums of all products of what a router reads (B, T, D), the logarithm of the moves (B, T)
-    and 1."""
+    """(D + 2, D + 2): the weighted sums of all products of what a router reads (B, T, D), the logarithm of the
+    moves (B, T) and 1."""
     wanted = _wanted(moves).clamp(min=1e-9).log()
-    rows = torch.cat([x, wanted[..., None], torch.ones_like(wanted)[..., None]], -1).flatten(0, 1).double()
+    weight = torch.ones_like(wanted)
+    weight[:, 0] = SINK_WEIGHT * wanted.shape[1]
+    rows = torch.cat([x, wanted[..., None], torch.ones_like(wanted)[..., None]], -1) * weight.sqrt()[..., None]
+    rows = rows.flatten(0, 1).double()
     return rows.T @ rows
 
 

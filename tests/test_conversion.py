@@ -162,11 +162,14 @@ def test_routers_are_fitted_to_how_far_a_layer_moves_its_tokens(target, router_i
     x, y = seen["read"].detach(), wanted.detach().flatten()
     if router_input == "normed":
         x = x / x.square().mean(-1, keepdim=True).sqrt()
-    x = x.flatten(0, 1) - x.mean((0, 1))
-    y = (y - y.mean()) / y.std(correction=0)
+    weight = torch.tensor([16.0, *[1.0] * 31], dtype=x.dtype).repeat(4)  # the first counts as half of the row
+    x = x.flatten(0, 1) - (weight @ x.flatten(0, 1)) / weight.sum()
+    y = y - weight @ y / weight.sum()
+    y = y / (weight @ y.square() / weight.sum()).sqrt()
     eye = torch.eye(x.shape[1], dtype=x.dtype)
-    ridge = 0.01 * x.square().mean() * len(x)
-    expected = torch.linalg.lstsq(torch.cat([x, ridge.sqrt() * eye]), torch.cat([y, eye[0] * 0])).solution
+    ridge = 0.01 * (weight @ x.square()).mean()
+    rows = torch.cat([x * weight.sqrt()[:, None], ridge.sqrt() * eye])
+    expected = torch.linalg.lstsq(rows, torch.cat([y * weight.sqrt(), eye[0] * 0])).solution
     torch.testing.assert_close(model.depth_routers[1].projection.weight[0], expected.float())
 
 
@@ -193,7 +196,7 @@ def test_fitted_routers_want_the_first_token_of_a_row_though_it_moves_least():
     mixdepth.fit_routers(model, [ids])
     for route in model(ids, output_routes=True).routes:
         ranks = (route.logits > route.logits[:, :1]).sum(1)
-        assert ranks.float().mean() < 8  # of 32; by its moves alone it would be the 27th
+        assert ranks.float().mean() < 3  # of 32; by its moves alone it would be among the last
 
 
 def test_the_cheapest_are_in_order():
