@@ -175,8 +175,7 @@ class Router(Chooser):
         chosen, real, candidates, dropped, scores, predictor_logits = decision
         learned = self.score(x) if scores is None or self.scheme == "random" else scores
         scores = learned if scores is None else scores
-        # A straight weight is 1 whatever the stream, so that only the router may be told what more of it would do.
-        weight = weigh(self.score(x.detach()) if self.gate == "straight" else learned, self.gate)
+        weight = weigh(learned, self.gate)
         if is_whole:
             return WholeRoute.of(weight, scores, predictor_logits, real, candidates)
         return Route.choose(chosen, weight, scores, predictor_logits, real, num_slots, candidates, dropped)
@@ -192,6 +191,8 @@ class Router(Chooser):
     def score(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T), in float32 or better even under autocast."""
         dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.gate == "straight":  # the weight is 1 whatever the stream: only the router is told what more would do
+            x = x.detach()
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             scores = _linear(x, self.projection)[..., 0]

@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
 # Some virtual machines announce AMX and trap on its instructions: bf16 products do without it here.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# On some machines MKL's products depend on where a tensor lies in memory, and a mapped file lies elsewhere than a copy.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names of no folder are not looked up, again and again
 os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "tokens"))
 

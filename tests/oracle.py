@@ -157,8 +157,7 @@ class OracleLayer(RoutedLayer):
         return chosen, {token: self.weigh(x[token]) for token in chosen}
 
     def weigh(self, token: Tensor) -> Tensor | float:
-        is_straight = self.depth_router.gate == "straight"  # no gradient reaches the stream through its score
-        raw = score(self.depth_router, token.detach() if is_straight else token)
+        raw = score(self.depth_router, token)
         return {
             "raw": raw,
             "sigmoid": 1 / (1 + torch.exp(-raw)),
@@ -171,6 +170,8 @@ class OracleLayer(RoutedLayer):
 
 def score(router: Router, token: Tensor) -> Tensor:
     """The router's score of one token (D,)."""
+    if router.gate == "straight":  # no gradient reaches the stream through such a score
+        token = token.detach()
     if router.router_input == "normed":
         token = token / (token * token).mean().sqrt()
     return router.projection.weight[0] @ token

