@@ -54,6 +54,16 @@ CELLS = [
         for seed in (0, 1)
         for gate in ("straight", "raw")
     ),
+    # which layers: routed ones between dense ones, so that all later tokens can read what the chosen ones have become
+    *(
+        {**LONG, **FINE, "width": 80, "layers": layers, "learning_rate": rate, "depth": {"layers": routed, **other}}
+        for layers, rate, routed, other in (
+            (3, 5.2e-3, [1], {}),
+            (3, 5.2e-3, [1], {"capacity": 0.5}),
+            (4, 4.5e-3, [1, 2], {}),
+            (4, 4.5e-3, [0, 2], {}),
+        )
+    ),
 ]
 
 

@@ -29,7 +29,7 @@ from mixdepth.settings import MAY_DIFFER, TrainConfig
 SETTINGS, METRICS, TIMINGS, RESULT = "run.json", "metrics.jsonl", "timings.jsonl", "result.json"
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
-DERIVED = ("learning_rate", "steps", "flops", "parameters")
+DERIVED = ("learning_rate", "steps", "flops", "parameters", "heads")
 """What follows from the settings, and may follow differently in another version."""
 NUM_KEPT = 2
 """Checkpoints that are kept: the newest, and one to fall back to."""
@@ -124,10 +124,10 @@ class Run:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
             raise ValueError(f"{str(self.folder)!r} holds a run with other settings: {changes}. Choose another --out")
         for name in DERIVED:
-            if old[name] != about[name]:
+            if old.get(name) != about[name]:
                 raise ValueError(
                     f"{str(self.folder)!r} holds a run of mixdepth {old['versions']['mixdepth']}, in which {name} was "
-                    f"{old[name]} and not {about[name]}: go on with that version, or choose another --out"
+                    f"{old.get(name, 'not told')}, not {about[name]}: go on with that version, or choose another --out"
                 )
         if old["corpus_digest"] != about["corpus_digest"]:
             raise ValueError(

@@ -13,11 +13,11 @@ Method = Literal["full", "lora", "router"]
 MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size")
 """Settings of how a run is computed, not of what: a run may be resumed with others."""
 
-PLANNED = ("layers", "width", "shape", "depth", "flops", "tokens", "steps", "seed")
+PLANNED = ("layers", "width", "heads", "shape", "depth", "flops", "tokens", "steps", "seed")
 """Settings that `mixdepth isoflop plan` finds for each run of a study."""
 OF_PRETRAINED = ("model", "method", "lora_rank", "distill")
 """Settings that have a meaning for pretrained models alone."""
-OF_FRESH = ("layers", "width", "shape", "num_experts", "experts_per_token", "tokenizer")
+OF_FRESH = ("layers", "width", "heads", "shape", "num_experts", "experts_per_token", "tokenizer")
 """Settings that a pretrained model brings along."""
 NOT_COMMON = (*PLANNED, *OF_PRETRAINED, "capacity_steps")
 """Settings that the runs of a study cannot share: dense models have no capacity to fall."""
@@ -93,6 +93,9 @@ class TrainConfig:
 
     width: int = 256
     """Width of the model, a multiple of 16."""
+
+    heads: int | None = None
+    """Attention heads. None is width / 16 below a width of 256, width / 32 from there on."""
 
     shape: str | None = None
     """In place of `layers` and `width`: `params=1.5M` or `flops=2M` (of a forward pass, for each token) finds the
@@ -188,7 +191,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("context", "layers", "width", "batch_size", "log_every", "experts_per_token", "lora_rank"):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
+        for name in ("heads", "micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
         for name in ("num_experts", "seed", "calibrate"):

@@ -6,6 +6,9 @@ from transformers import LlamaConfig, MixtralConfig
 
 from mixdepth.config import check_integer
 
+WIDE = 256
+"""From this width on heads are twice as wide."""
+
 
 def model_config(
     layers: int = 8,
@@ -14,13 +17,19 @@ def model_config(
     num_experts: int = 0,
     experts_per_token: int = 2,
     context: int = 2048,
+    heads: int | None = None,
 ) -> Any:
     """A Llama of this shape, or a Mixtral if it has experts; logits share their weights with the embedding."""
     for name, value in {"layers": layers, "width": width, "vocab_size": vocab_size, "context": context}.items():
         check_integer(name, value, minimum=1)
     if width % 16:
         raise ValueError(f"width must be a multiple of 16, the width of a head, not {width}")
-    num_heads = width // 16 if width % 32 else width // 32
+    num_heads = default_heads(width) if heads is None else heads
+    check_integer("heads", num_heads, minimum=1)
+    if width % (2 * num_heads):
+        raise ValueError(
+            f"heads must divide width={width} into even parts, not be {num_heads}: give {width // 16}, say"
+        )
     shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "max_position_embeddings": context}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's business
@@ -33,3 +42,12 @@ def model_config(
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
     experts |= {"output_router_logits": True}  # without which transformers has no balance loss
     return MixtralConfig(**shape, **tokens, **experts, intermediate_size=share, tie_word_embeddings=True)
+
+
+def default_heads(width: int) -> int:
+    """Heads of 16 in small models, of 32 in others: LOG.md, section 5.
+
+    >>> default_heads(64), default_heads(80), default_heads(256)
+    (4, 5, 8)
+    """
+    return width // 16 if width < WIDE or width % 32 else width // 32

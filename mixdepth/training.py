@@ -65,6 +65,7 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
         "settings": config.to_dict(),
         "corpus_digest": corpus.digest,
         "parameters": start.model.num_parameters(),
+        "heads": getattr(start.model.config, "num_attention_heads", None),
         "steps": schedule.steps,
         "flops": schedule.flops,
         "learning_rate": rate,
@@ -205,7 +206,13 @@ def make_model(config: TrainConfig, vocab_size: int) -> Any:
     """A fresh model; the weights of a dense and a routed model of one seed are the same."""
     torch.manual_seed(config.seed)
     shape = model_config(
-        config.layers, config.width, vocab_size, config.num_experts, config.experts_per_token, config.context
+        config.layers,
+        config.width,
+        vocab_size,
+        config.num_experts,
+        config.experts_per_token,
+        config.context,
+        config.heads,
     )
     model = AutoModelForCausalLM.from_config(shape)
     return model if config.depth is None else route(model, config.depth)

@@ -177,7 +177,10 @@ def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted):
     about = json.loads((interrupted / "run.json").read_text())
     (interrupted / "run.json").write_text(json.dumps({**about, "learning_rate": 0.5}))
     message = refusal("train", *same(interrupted), "--out", str(interrupted))
-    assert "in which learning_rate was 0.5 and not 0.004" in message
+    assert "in which learning_rate was 0.5, not 0.004" in message
+    del about["heads"]
+    (interrupted / "run.json").write_text(json.dumps(about))
+    assert "in which heads was not told, not 2" in refusal("train", *same(interrupted), "--out", str(interrupted))
 
 
 def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):

@@ -76,6 +76,14 @@ def test_dense_and_routed_models_of_a_seed_start_with_the_same_weights():
         assert "depth_router" in name or torch.equal(tensor, dense[name])
 
 
+def test_heads_are_those_asked_for_and_of_16_by_default():
+    for width, heads, expected in ((32, None, 2), (64, None, 4), (80, None, 5), (256, None, 8), (64, 8, 8), (64, 2, 2)):
+        config = mixdepth.TrainConfig(steps=1, layers=1, width=width, heads=heads, depth=None)
+        assert make_model(config, 256).config.num_attention_heads == expected
+    with pytest.raises(ValueError, match=r"heads must divide width=64 into even parts, not be 3: give 4, say"):
+        make_model(mixdepth.TrainConfig(steps=1, layers=1, width=64, heads=3, depth=None), 256)
+
+
 def test_routers_do_not_decay_and_routed_layers_have_learning_rates_of_their_own(corpus, tmp_path, monkeypatch):
     groups = {}
     create = DepthTrainer.create_optimizer

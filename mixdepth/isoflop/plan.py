@@ -1,8 +1,8 @@
 """Plan a study: ladders of sizes around the optimum of each budget, steps from exact FLOPs, and the claims to test.
 
 A ladder's rungs are FLOPs of a forward pass, half an octave apart, around a centre that grows with the root of the
-budget. Each variant has the shape that comes nearest to a rung and to its width per layer (`aspect`): a routed model
-has twice the layers of the dense model of its rung, not more width.
+budget. A variant's layers follow from its width per layer (`aspect`) at the centre: a routed model has twice the layers
+of the dense model of its FLOPs, not more width. Along a ladder the width alone changes.
 """
 
 import itertools
@@ -29,11 +29,12 @@ from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.router import update_routers
 from mixdepth.run import writing
 from mixdepth.settings import MAY_DIFFER, NOT_COMMON, STUDY_DEFAULTS, TrainConfig
+from mixdepth.shape import default_heads
 from mixdepth.sources import absolute
 from mixdepth.table import columns, short
 from mixdepth.training import check_windows, corpus_of, default_learning_rate, make_model
 
-CENTRE = 4.5e5
+CENTRE = 5.5e5
 """FLOPs of a forward pass, for each token, of the best models at 1e13 training FLOPs: LOG.md, section 5."""
 CENTRE_BUDGET = 1e13
 OCTAVE = 0.5
@@ -41,7 +42,10 @@ OCTAVE = 0.5
 ASPECT_WEIGHT = 0.25
 """What an octave from the aspect counts, against an octave from the rung."""
 FARTHEST = 1.0
-"""How many octaves from its rung a shape may be: widths go by 16, and small ones are far apart."""
+"""How many octaves beyond the ladder a shape may be."""
+FEWEST = 2
+"""Times that a model repeats its pattern of dense and routed layers, at least: with one layer that every token passes a
+model cannot look up what followed an earlier token, and is another kind of model. See LOG.md, section 5."""
 LINES = 200
 """Lines of metrics.jsonl that a cell writes, unless told otherwise."""
 
@@ -159,7 +163,7 @@ def _cells(
 ) -> list[Cell]:
     vocab_size = len(corpus.tokenizer)
     cells = []
-    shapes = shapes_near([middle * rung for rung in rungs], variant, common, vocab_size)
+    shapes = shapes_near([middle * rung for rung in rungs], middle, variant, common, vocab_size)
     for (layers, width), rung in zip(shapes, rungs, strict=True):
         config = _config(common, variant, budget, layers, width)
         with torch.device("meta"):
@@ -181,8 +185,8 @@ def _cells(
 
 
 def _config(common: TrainConfig, variant: Variant, budget: float, layers: int, width: int) -> TrainConfig:
-    settings = {**common.to_dict(), **variant.training, "steps": None, "flops": budget}
-    config = TrainConfig.from_dict(settings | {"layers": layers, "width": width, "depth": variant.depth})
+    settings = {**common.to_dict(), **variant.training, "steps": None, "flops": budget, "depth": variant.depth}
+    config = TrainConfig.from_dict(settings | {"layers": layers, "width": width, "heads": default_heads(width)})
     return replace(config, learning_rate=config.learning_rate or default_learning_rate(config))
 
 
@@ -213,27 +217,38 @@ def ladder(sizes: int) -> list[float]:
 
 
 def shapes_near(
-    rungs: Sequence[float], variant: Variant, common: TrainConfig, vocab_size: int
+    rungs: Sequence[float], middle: float, variant: Variant, common: TrainConfig, vocab_size: int
 ) -> list[tuple[int, int]]:
-    """For each of the rungs, in FLOPs of a forward pass for each token, the layers and width nearest to it and to the
-    variant's aspect; no shape twice."""
+    """For each of the rungs, in FLOPs of a forward pass for each token, a shape near it; no shape twice.
+
+    All have the layers of the shape nearest to the middle and to the variant's aspect.
+    """
     costs: dict[tuple[int, int], float] = {}
     for width in itertools.count(16, 16):
         period, logits = _cost(variant, common, width, vocab_size)
-        if period + logits > 2 * max(rungs):
+        if FEWEST * period + logits > 2 * max(rungs):
             break
-        for number in range(1, math.ceil(2 * max(rungs) / period) + 1):
+        for number in range(FEWEST, math.ceil(2 * max(rungs) / period) + 1):
             costs[number * variant.every, width] = number * period + logits
-    chosen: list[tuple[int, int]] = []
-    for rung in rungs:
-        left = [shape for shape in costs if shape not in chosen and abs(math.log2(costs[shape] / rung)) <= FARTHEST]
-        if not left:
-            raise ValueError(
-                f"variant {variant.name!r} has no further shape near {rung:.3g} FLOPs for each token: raise --centre "
-                "or the budget, or take fewer --sizes"
-            )
-        chosen.append(min(left, key=lambda shape: _distance(shape, costs[shape], rung, variant.aspect)))
-    return chosen
+    nearest = min(costs, key=lambda shape: _distance(shape, costs[shape], middle, variant.aspect), default=(0, 0))
+    near = [
+        shape
+        for shape, cost in sorted(costs.items())
+        if shape[0] == nearest[0] and any(abs(math.log2(cost / rung)) <= FARTHEST for rung in rungs)
+    ]
+    ladders = itertools.combinations(near, len(rungs))  # widths go by 16: two rungs may be nearest to the same
+    chosen = min(ladders, key=lambda shapes: _apart([costs[shape] for shape in shapes], rungs), default=None)
+    if chosen is None:
+        raise ValueError(
+            f"variant {variant.name!r} has no {len(rungs)} shapes of one depth from {min(rungs):.3g} to "
+            f"{max(rungs):.3g} FLOPs for each token: raise --centre or the budget, or take fewer --sizes"
+        )
+    return list(chosen)
+
+
+def _apart(costs: Sequence[float], rungs: Sequence[float]) -> float:
+    """In octaves."""
+    return sum(abs(math.log2(cost / rung)) for cost, rung in zip(costs, rungs, strict=True))
 
 
 def _distance(shape: tuple[int, int], cost: float, rung: float, aspect: float) -> float:
