@@ -68,7 +68,7 @@ def sizes() -> None:
     header(*names, "peak memory, MiB", "16 bytes a parameter, MiB")
     for layers, width in SHAPES:
         for kind in ("dense", "routed"):
-            found = measure(layers=layers, width=width, kind=kind)
+            found = measure(layers=layers, width=width, heads=width // 32, kind=kind)
             row(
                 f"{layers} x {width}",
                 kind,

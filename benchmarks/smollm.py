@@ -78,7 +78,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8 blocks, 25%, fitted, distilled": fitted(8, 0.25, capacity_steps=0.1, distill=0.5),
     # eight blocks' worth, which is 1.27 times fewer bytes for each token
     "9 blocks, 10%, fitted, down at once": fitted(9, 0.1, capacity_steps=0.1),
-    "9 blocks, 10%, fitted, down at once, 5e-4": fitted(9, 0.1, capacity_steps=0.1, learning_rate=5e-4),
     "8 blocks removed": removed(8),
     "20 attentions, 25%, fitted": {**fitted(20, 0.25, capacity_steps=0.1), "target": "attention"},
     "blocks, 50%, random": blocks(12, 0.5, {"gate": "unit", "router_input": "normed", "scheme": "random"}),

@@ -68,7 +68,8 @@ def run(cell: dict) -> dict:
         settings["depth"] = None
     with tempfile.TemporaryDirectory() as folder:
         settings = {"warmup": 0.05, "flops": BUDGETS[cell["layers"], cell["width"]], **settings}
-        done = mixdepth.train(folder, eval_windows=512, save_every=10**9, **settings)
+        heads = cell["width"] // 32  # as the default was then
+        done = mixdepth.train(folder, eval_windows=512, save_every=10**9, heads=heads, **settings)
         return {**cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from machine import describe, header, row
 
-SHAPES = {"8 x 256": {"layers": 8, "width": 256}, "4 x 64": {"layers": 4, "width": 64}}
+SHAPES = {"8 x 256": {"layers": 8, "width": 256}, "4 x 64": {"layers": 4, "width": 64, "heads": 2}}
 STEPS = {"8 x 256": 16, "4 x 64": 150}
 REPEATS = 3
 
