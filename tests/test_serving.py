@@ -18,6 +18,8 @@ import mixdepth
 from mixdepth.serving import make_app
 from mixdepth.tokens import byte_tokenizer
 
+STATIC = {"model": "small-mod", "prompt": "x", "generation_config": '{"cache_implementation": "static"}'}
+WARM = {"stream": True, "temperature": -1}
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -79,6 +81,9 @@ def test_it_chats_at_once_or_as_it_comes(client, folder):
     assert answer.choices[0].message.content == expected.completion
     parts = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**options, stream=True)]
     assert "".join(parts) == expected.completion
+    newer = {**options, "max_completion_tokens": options.pop("max_tokens")}
+    newer.pop("max_tokens")
+    assert client.chat.completions.create(**newer).choices[0].message.content == expected.completion
 
 
 def test_several_clients_get_each_their_own(client, folder):
@@ -110,6 +115,16 @@ def test_several_clients_get_each_their_own(client, folder):
         ("completions", {"model": "small-mod", "prompt": "x", "temperature": -1, "max_tokens": 4}),
         ("completions", {"model": "small-mod", "prompt": "x", "max_tokens": -5}),
         ("completions", {"model": "small-mod", "prompt": ""}),
+        ("completions", {"model": "small-mod", "prompt": "x", "n": 2}),
+        ("completions", {"model": "small-mod", "prompt": "x" * 5000}),
+        ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "temperature": -1}),
+        ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "top_p": 2}),
+        ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "max_tokens": -5}),
+        ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "generation_config": '{"num_beams": 2}'}),
+        ("completions", {"model": "small-mod", "prompt": "x", "generation_config": '{"num_beams": 0}'}),
+        ("completions", {**STATIC, "stream": True}),
+        ("chat/completions", {"model": "small-mod", "messages": [{"role": "user", "content": "x"}], **WARM}),
+        ("responses", {"model": "small-mod", "input": "x", "stream": True, "max_output_tokens": -4}),
         ("chat/completions", {"model": "small-mod"}),
         ("chat/completions", {"model": "small-mod", "messages": "hello"}),
         ("chat/completions", {"model": "small-mod", "messages": []}),

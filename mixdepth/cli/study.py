@@ -38,7 +38,7 @@ def add_isoflop(verbs: Any) -> None:
     plan.add_argument(
         "--centre",
         type=float,
-        help="FLOPs of a forward pass, for each token, in the middle of the ladders (default: 4.5e5 at a budget of "
+        help="FLOPs of a forward pass, for each token, in the middle of the ladders (default: 5.5e5 at a budget of "
         "1e13, growing with its root)",
     )
     common = plan.add_argument_group("settings of every run")
