@@ -25,7 +25,8 @@ def lora_config(model: Any, rank: int = 16, **settings: Any) -> Any:
     targets = rf"{prefix}\.\d+\.({names})"
     settings = {"target_modules": targets, "r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM", **settings}
     if isinstance(model, RoutedCausalLM):
-        settings["modules_to_save"] = [*settings.get("modules_to_save", ()), ROUTER_NAME]
+        others = settings.get("modules_to_save") or ()
+        settings["modules_to_save"] = [*([others] if isinstance(others, str) else others), ROUTER_NAME]
     return LoraConfig(**settings)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from mixdepth import smollm2
 from mixdepth.files import write_text
@@ -20,13 +20,14 @@ def write_card(
 ) -> None:
     """Write README.md for the model that was saved in this folder; `about` and `measured` become tables."""
     is_routed = isinstance(model, RoutedCausalLM)
-    base = smollm2.HUB_NAME if original == smollm2.NAME else original
+    base, licence = _origin(original)
     is_local = base is None or Path(base).is_absolute() or Path(base).exists()
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["mixture-of-depths", "mixdepth"] if is_routed else None,
         base_model=None if is_local else base,
+        license=licence,
     )
     parts = ["---", metadata.to_yaml(), "---", "", f"# {title}", ""]
     kind = model.config.model_type.removeprefix(PREFIX)
@@ -52,6 +53,30 @@ def write_card(
         "```",
     ]
     write_text(folder / CARD, "\n".join(parts) + "\n")
+
+
+def write_adapter_card(folder: Path, title: str, original: str) -> None:
+    """Write README.md for an adapter, in place of peft's empty form."""
+    write_text(
+        folder / CARD,
+        f"# Adapter of {title}\n\nLow-rank adapters and routers for the converted model {Path(original).name}, which "
+        "is at capacity 1: bring it down with `mixdepth.set_capacity` before you put this on. The folder above holds "
+        "the merged model.\n",
+    )
+
+
+def _origin(original: str | None) -> tuple[str | None, str | None]:
+    """What a model was made from in the end, and its licence: a local folder's own card may tell of both."""
+    if original == smollm2.NAME:
+        return smollm2.HUB_NAME, smollm2.LICENCE
+    path = Path(original or "") / CARD
+    if original is None or not path.is_file():
+        return original, None
+    try:
+        told = ModelCard.load(path).data
+    except Exception:  # somebody's own file, which need not be a card
+        return original, None
+    return told.base_model or original, told.license
 
 
 def _table(rows: Mapping[str, Any]) -> list[str]:

@@ -20,12 +20,14 @@ from mixdepth.data import load_corpus
 from mixdepth.files import read_json, write_json
 from mixdepth.hf import RoutedCausalLM, route, unroute
 from mixdepth.hf.architectures import check_settings, decoder_layers
-from mixdepth.importance import cheapest, check_fit, fit_routers, layer_costs
+from mixdepth.importance import cheapest, check_fit, fit_routers, layer_costs, windows_to_fit
 from mixdepth.loading import check_whole, load, positions, tokenizer_of
 from mixdepth.pretrained import check_exact
 from mixdepth.run import writing
 
 CONVERSION = "conversion.json"
+WINDOWS = 4
+"""Of text, to measure on."""
 
 
 class Conversion(NamedTuple):
@@ -55,29 +57,32 @@ class Conversion(NamedTuple):
 
 
 def convert(
-    name: str,
+    name: str | Path,
     out: str | Path,
     depth: DepthConfig | None = None,
     *,
     choose: str | None = None,
     fit: bool = False,
     corpus: str = "stdlib",
-    windows: int = 4,
+    text_field: str = "text",
+    windows: int | None = None,
     context: int | None = None,
 ) -> Conversion | None:
     """Route a pretrained model and save it in the new folder `out`: a folder, a name of the hub, or `smollm2`.
 
     Without `depth` the plain model is saved, and a routed one is unrouted for it. `choose="auto"` routes as many
     layers as `depth.every` says, but those that can best be spared, as measured by `layer_costs` on `windows`
-    windows of the corpus, of `context` tokens (by default 512, or as many as the model takes). `fit` starts routers by
-    `fit_routers` on the same windows, and not at 0.
+    windows of the corpus (by default 4, or as many as a fit needs), of `context` tokens (by default 512, or as many as
+    the model takes). `fit` starts routers by `fit_routers` on the same windows, and not at 0.
     """
+    name = str(name)
     folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} exists already: choose another --out")
     if choose not in (None, "auto"):
         raise ValueError(f"choose must be auto, or be left out, not {choose!r}")
-    check_integer("windows", windows, minimum=1)
+    if windows is not None:
+        check_integer("windows", windows, minimum=1)
     if context is not None:
         check_integer("context", context, minimum=2)
     loaded = load(name)
@@ -91,6 +96,8 @@ def convert(
         model = unroute(model) if isinstance(model, RoutedCausalLM) else model
     else:
         check_exact(depth)
+        if depth.capacity == 1:
+            raise ValueError("capacity=1 leaves nothing to come down to: choose a lower one")
         if isinstance(model, RoutedCausalLM):
             raise ValueError(f"{name!r} is routed already: take its routers out first, with --dense")
         check_settings(model, depth)
@@ -100,9 +107,11 @@ def convert(
             check_fit(depth)
         costs, batches = None, list[Tensor]()
         if choose is not None or fit:
-            text = load_corpus(corpus, tokenizer_of(name)).train.windows(context or min(512, positions(model)))
+            context = context or min(512, positions(model))
+            number = _number_of_windows(windows, windows_to_fit(model, context) if fit else 1)
+            text = load_corpus(corpus, tokenizer_of(name), text_field=text_field).train.windows(context)
             device = next(model.parameters()).device
-            batches = [batch.to(device) for batch in text.spread(windows).batches(4)]
+            batches = [batch.to(device) for batch in text.spread(number).batches(4)]
         if choose is not None:
             depth, costs = choose_layers(model, depth, batches)
         model = route(model, replace(depth, capacity=1.0, init_std=0.0))
@@ -117,6 +126,14 @@ def convert(
         about = {} if conversion is None else {"comes down to capacity": conversion.depth.capacity}
         write_card(aside, folder.name, model, name, about, {})
     return conversion
+
+
+def _number_of_windows(windows: int | None, needed: int) -> int:
+    if windows is None:
+        return max(WINDOWS, needed)
+    if windows < needed:
+        raise ValueError(f"windows={windows} are too few to fit routers of this width: give at least {needed}")
+    return windows
 
 
 @contextmanager

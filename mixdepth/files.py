@@ -22,6 +22,12 @@ def tell_numbers(text: str, numbers: Any, file: str | None) -> None:
         write_json(file, numbers)
 
 
+def check_file(file: str | None) -> None:
+    """Refuse a file for numbers that could not be written, before they are worked out."""
+    if file not in (None, "-") and not Path(file).parent.is_dir():
+        raise ValueError(f"{file!r} cannot be written: there is no folder {str(Path(file).parent)!r}")
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write aside, then rename: whoever reads the file reads all of it."""
     aside = Path(f"{path}.part")

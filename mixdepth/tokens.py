@@ -31,7 +31,9 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Any:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a folder, of a name of the hub, or of `smollm2`."""
-    return smollm2.tokenizer() if smollm2.is_meant(name) else AutoTokenizer.from_pretrained(name)
+    return (
+        smollm2.tokenizer() if smollm2.is_meant(name) else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    )
 
 
 def byte_tokenizer() -> Any:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 import mixdepth
-from mixdepth.card import write_card
+from mixdepth.card import write_adapter_card, write_card
 from mixdepth.data import Corpus, collate, load_corpus
 from mixdepth.evaluation import has_thresholds, set_thresholds
 from mixdepth.files import tell, write_json
@@ -130,6 +130,7 @@ def _train(
         if state.is_main_process:
             with writing(run.folder):
                 start.adapter.save_pretrained(run.folder / ADAPTER)
+                write_adapter_card(run.folder / ADAPTER, run.folder.resolve().name, str(config.model))
         start.adapter.merge_and_unload()
     found = trainer.evaluate()
     trainer.save_model(str(run.folder))

@@ -10,6 +10,7 @@ from mixdepth import smollm2
 from mixdepth.config import DepthConfig
 from mixdepth.conversion import CONVERSION, Conversion
 from mixdepth.hf.model import PREFIX
+from mixdepth.loading import loading
 from mixdepth.run import Run
 from mixdepth.settings import TUNE_DEFAULTS, TrainConfig
 from mixdepth.sources import absolute
@@ -47,10 +48,8 @@ def routing_of(name: str) -> DepthConfig | None:
     if conversion is not None:
         return conversion.depth
     if smollm2.is_meant(name):
+        smollm2.gguf_file()  # or the way to it
         return None
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name!r} is no model's folder and no model of the hub ({reason})") from error
+    with loading(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     return DepthConfig.from_dict(config.depth) if config.model_type.startswith(PREFIX) else None

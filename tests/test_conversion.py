@@ -1,6 +1,7 @@
 """Pretrained models: converted to the bit, layers chosen by what they cost, and back."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -246,6 +247,12 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
             {"fit": True, "corpus": "nowhere"},
             "causal='aux_loss' cuts scores at 0, which fitted ones are not around",
         ),
+        ({"capacity": 1.0}, {}, "capacity=1 leaves nothing to come down to"),
+        (
+            {"gate": "straight"},
+            {"fit": True, "windows": 1, "context": 8, "corpus": "nowhere"},
+            "windows=1 are too few to fit routers of this width: give at least",
+        ),
         ({}, {"choose": "best"}, "choose must be auto, or be left out, not 'best'"),
         ({}, {"choose": "auto", "windows": 0}, "windows must be a whole number of at least 1, not 0"),
     ],
@@ -316,3 +323,62 @@ def test_windows_weigh_alike_however_they_are_batched():
     at_once = mixdepth.layer_costs(dense(dtype=torch.float64), [ids])
     in_parts = mixdepth.layer_costs(dense(dtype=torch.float64), [ids[:4], ids[4:]])
     assert in_parts == pytest.approx(at_once, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_hidden_layers": 8}, "'model.layers.4.input_layernorm.weight' is missing"),
+        ({"intermediate_size": 32}, "has another shape"),
+        ({"num_attention_heads": 3}, "cannot be loaded (StrictDataclass"),
+        ({"dtype": "float99"}, "cannot be loaded (AttributeError: "),
+        ({"model_type": "foo"}, "cannot be loaded (The checkpoint you are trying to load has model type `foo`"),
+        ({"model_type": "foo", "auto_map": {"AutoConfig": "theirs.C"}}, "it brings code of its own, which is not run"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_sentence(change, sentence, pretrained, tmp_path):
+    """Made-up weights among those that are there would be no pretrained model, and code of others is never run."""
+    shutil.copytree(pretrained, tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps({**config, **change}))
+    mark = tmp_path / "was_run"
+    (tmp_path / "theirs/theirs.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
+    process = call("convert", str(tmp_path / "theirs"), "--out", str(tmp_path / "mod"))
+    assert process.returncode == 2
+    assert sentence in process.stderr
+    assert "Traceback" not in process.stderr
+    assert len(process.stderr.strip().splitlines()) == 1
+    assert not mark.exists()
+
+
+def test_generation_settings_that_cannot_be_saved_do_not_cost_the_model(pretrained, tmp_path):
+    shutil.copytree(pretrained, tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.5, "eos_token_id": 0}'
+    )
+    process = call("convert", str(tmp_path / "theirs"), "--out", str(tmp_path / "mod"))
+    assert process.returncode == 0, process.stderr
+    assert "contradict each other: only its special tokens are kept" in process.stderr
+    assert json.loads((tmp_path / "mod/generation_config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_card_tells_the_first_original_and_its_licence(pretrained, tmp_path):
+    shutil.copytree(pretrained, tmp_path / "theirs")
+    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\nbase_model: somebody/first\n---\n# theirs\n")
+    mixdepth.convert(tmp_path / "theirs", tmp_path / "mod", UNIT)
+    mixdepth.convert(str(tmp_path / "mod"), tmp_path / "plain")
+    for name in ("mod", "plain"):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "license: mit" in card
+        assert "base_model: somebody/first" in card
+    (tmp_path / "theirs/README.md").write_text("---\n: [\n---\nno card at all")
+    mixdepth.convert(tmp_path / "theirs", tmp_path / "other", UNIT)
+    assert "made from theirs" in (tmp_path / "other/README.md").read_text()
+
+
+def test_a_loss_that_is_no_number_measures_nothing(pretrained, tmp_path):
+    model = dense()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="the model's loss on this text is no number"):
+        mixdepth.layer_costs(model, [token_ids()])

@@ -70,8 +70,19 @@ def test_the_command_prints_a_table_or_refuses(task, models, tmp_path, capsys):
     for arguments, sentence in (
         (["--tasks", "nowhere.yaml"], "there is no task file 'nowhere.yaml'"),
         (["--tasks", task, "--corpus", "stdlib"], "tasks bring their own text"),
+        (["--tasks", task, "--json", "nowhere/x.json"], "'nowhere/x.json' cannot be written: there is no folder"),
         (["--tasks", task, "--limit", "-3"], "limit must be a whole number of at least 1, not -3"),
         (["--tasks", str(broken)], "broken"),
     ):
         assert main(["eval", *models, *arguments]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_another_file_with_the_same_name_is_not_evaluated_instead(task, models, tmp_path):
+    (tmp_path / "further").mkdir()
+    (tmp_path / "further/other.yaml").write_text("task: which_end\n")
+    with pytest.raises(ValueError, match=r"which_end.yaml' and .*other.yaml' both say task: which_end: rename one"):
+        evaluate_tasks(models[:1], [task])
+    (tmp_path / "further/other.yaml").write_text("task:\n  - which_end\n")
+    with pytest.raises(ValueError, match=r"other.yaml' is no task of lm_eval: it has no line 'task: NAME'"):
+        evaluate_tasks(models[:1], [str(tmp_path / "further/other.yaml")])

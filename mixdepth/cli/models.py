@@ -71,7 +71,10 @@ def _add_convert(verbs: Any) -> None:
     )
     measuring = convert.add_argument_group("measuring (--choose auto, --fit)")
     measuring.add_argument("--corpus", default="stdlib", help="the text (default: %(default)s)")
-    measuring.add_argument("--windows", type=int, default=4, help="how much of it (default: %(default)s windows)")
+    measuring.add_argument("--text-field", default="text", help="where the text is in JSONL, parquet and datasets")
+    measuring.add_argument(
+        "--windows", type=int, help="how much of it (default: 4 windows, or as many as fitting takes)"
+    )
     measuring.add_argument("--context", type=int, help="tokens in a window (default: 512, if the model takes as many)")
     routing = convert.add_argument_group("routing")
     add_settings(routing, DepthConfig, ROUTING_FLAGS, ("init_std",), "depth_", CONVERT_DEFAULTS)
@@ -91,9 +94,10 @@ def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
         for index, cost in (done.costs or {}).items():
             chosen = "routed" if index in (done.depth.layers or ()) else ""
             print(f"layer {index:>3}: {cost:+.4f} nats per token  {chosen}".rstrip())
-        print(
-            f"{out} computes what {model} does; next: mixdepth tune {out} --corpus FILE --flops 2e14 --out {out}-tuned"
-        )
+        tuned = f"{out.rstrip('/')}-tuned"
+        print(f"{out} computes what {model} does; next: mixdepth tune {out} --corpus FILE --flops 2e14 --out {tuned}")
+    else:
+        print(f"{out} holds the plain model")
 
 
 def _add_tune(verbs: Any) -> None:
@@ -151,9 +155,10 @@ def _add_eval(verbs: Any) -> None:
 
 def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: int | None, **options: Any) -> None:
     from mixdepth.compare import evaluate_runs
-    from mixdepth.files import tell_numbers
+    from mixdepth.files import check_file, tell_numbers
     from mixdepth.tasks import evaluate_tasks, table
 
+    check_file(json)
     numbers: Any
     if limit is not None and not tasks:
         raise ValueError("--limit is for --tasks: give --windows for a text")

@@ -121,8 +121,9 @@ def _add_bench(verbs: Any) -> None:
 
 def _bench(model: str | None, corpus: str | None, json: str | None, **options: Any) -> None:
     from mixdepth.bench import fresh_pair, measure_speed, pair_of
-    from mixdepth.files import tell_numbers
+    from mixdepth.files import check_file, tell_numbers
 
+    check_file(json)
     routing = routing_settings(split(options, "depth_"))
     shape = {name: value for name, value in split(options, "shape_").items() if value is not None}
     for name in ("batch_sizes", "prompts"):
