@@ -114,9 +114,9 @@ def evaluate_runs(
     """Evaluate runs, folders or models of the hub on held-out text, the same for each of them.
 
     A run brings its own corpus and context, and what it held out of it; of a `corpus` given here a tenth is held out
-    and used, the same for all models. `split` is `validation`, or `test` for what runs with `test` set have held out
-    further. `windows` takes that many of the windows, evenly spaced. Numbers do not change
-    from call to call.
+    and used, or what one of the runs held out of it, the same for all models. `split` is `validation`, or `test` for
+    what runs with `test` set have held out further. `windows` takes that many of the windows, evenly spaced. Numbers do
+    not change from call to call.
     """
     if not names:
         raise ValueError("there is nothing to evaluate: name at least one run")
@@ -127,12 +127,15 @@ def evaluate_runs(
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     corpus = None if corpus is None else absolute(corpus)
     loaded = [load(name) for name in names]
-    # what is no run takes the context of the runs beside it, so that they compare
-    of_runs = min((model.run.settings.context for model in loaded if model.run is not None), default=1024)
+    # what is no run takes the context of the runs beside it, and the split of one on this text, so that they compare
+    runs = [model.run.settings for model in loaded if model.run is not None]
+    of_runs = min((settings.context for settings in runs), default=1024)
+    beside = next((settings for settings in runs if settings.corpus == corpus), None)
+    shares: dict[str, Any] = {} if beside is None else {"validation": beside.validation, "test": beside.test}
     entries = []
     for name, model in zip(names, loaded, strict=True):
         length = context or (of_runs if model.run is None else model.run.settings.context)
-        entries.append(_evaluate(name, model, corpus, text_field, length, windows, batch_size, split))
+        entries.append(_evaluate(name, model, corpus, text_field, shares, length, windows, batch_size, split))
     return Comparison(entries)
 
 
@@ -141,6 +144,7 @@ def _evaluate(
     loaded: Loaded,
     source: str | None,
     text_field: str,
+    shares: dict[str, Any],
     context: int,
     windows: int | None,
     batch: int,
@@ -155,7 +159,7 @@ def _evaluate(
     elif source is None:
         raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
     else:
-        text = load_corpus(source, tokenizer_of(name), text_field=text_field)
+        text = load_corpus(source, tokenizer_of(name), text_field=text_field, **shares)
     if run is None:
         context = min(context, positions(model))
     side: Side = getattr(text, split)

@@ -57,6 +57,12 @@ def test_the_test_text_is_evaluated_on_when_asked_for_by_name(runs, tmp_path):
     assert entry.evaluation == mixdepth.evaluate(model, text.windows(32).batches(16))
     (other,) = mixdepth.evaluate_runs([str(run.folder)]).entries
     assert other.text != entry.text
+    run_and_model = [str(run.folder), str(tmp_path / "plain")]
+    model.save_pretrained(run_and_model[1])
+    mixdepth.load(str(run.folder)).tokenizer.save_pretrained(run_and_model[1])
+    found = mixdepth.evaluate_runs(run_and_model, corpus=str(runs / "texts"), split="test")
+    assert found.entries[0].evaluation == found.entries[1].evaluation  # the model takes the split of the run beside it
+    assert found.entries[0].text == found.entries[1].text == entry.text
     with pytest.raises(ValueError, match="split must be one of validation, test, not 'train'"):
         mixdepth.evaluate_runs([str(run.folder)], split="train")
     with pytest.raises(ValueError, match=r"the test text of .* is shorter than a window"):
