@@ -18,6 +18,8 @@ from mixdepth.training import text_of
 
 CALIBRATED_ON, LENGTH = 4, 512
 """Windows by which new routers are set to their capacity, and the tokens in each."""
+RANDOM_ROWS, RANDOM_LENGTH = 32, 128
+"""The same for a fresh model, whose random texts differ by so much that a few do not tell its thresholds."""
 MAX_TEXT = 2**20
 INIT_STD = 0.1
 """Of a fresh model's weights: so large that tokens differ more than texts do, and every text gets its share."""
@@ -44,7 +46,7 @@ def fresh_pair(shape: dict[str, int], routing: dict[str, Any]) -> Pair:
     dense = AutoModelForCausalLM.from_config(config).eval()
     if torch.accelerator.is_available():
         dense = dense.to(torch.accelerator.current_accelerator())
-    ids = torch.randint(config.vocab_size, (CALIBRATED_ON, LENGTH))
+    ids = torch.randint(config.vocab_size, (RANDOM_ROWS, RANDOM_LENGTH))
     return Pair(dense, _routed(dense, depth, ids), None, [])
 
 
