@@ -76,7 +76,8 @@ def _origin(original: str | None) -> tuple[str | None, str | None]:
         told = ModelCard.load(path).data
     except Exception:  # somebody's own file, which need not be a card
         return original, None
-    return told.base_model or original, told.license
+    base = told.base_model[0] if isinstance(told.base_model, list) else told.base_model  # of a merge, the first
+    return base or original, told.license
 
 
 def _table(rows: Mapping[str, Any]) -> list[str]:

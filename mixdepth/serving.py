@@ -1,5 +1,6 @@
 """`mixdepth serve`: transformers' own OpenAI-compatible server, for one model, routed or plain."""
 
+import math
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,7 +141,7 @@ def check_request(model: Any, num_tokens: int, settings: Any, is_streamed: bool)
         ("num_beams", 1, 1 if is_streamed else None),
     ):
         value = getattr(settings, name)
-        if value is not None and (value < low or (high is not None and value > high)):
+        if value is not None and not low <= value <= (math.inf if high is None else high):  # nor is NaN
             limits = f"at least {low}" if high is None else f"{low}" if low == high else f"from {low} to {high}"
             where = " in a stream" if name == "num_beams" and is_streamed else ""
             raise ValueError(f"{name} must be {limits}{where}, not {value}")

@@ -264,6 +264,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
                 for key in [key for key in keys if key.endswith(".threshold")]:  # before there were any, all were 0
                     model.get_buffer(key).zero_()
                     keys.remove(key)
+                    info["missing_keys"].remove(key)
             if problem == "mismatched":  # no-op experts are rows of the gate
                 keys += sorted(key for key in map(str, info["mismatched_keys"]) if ".gate.weight" in key)
             if keys:

@@ -236,19 +236,20 @@ def shapes_near(
         for shape, cost in sorted(costs.items())
         if shape[0] == nearest[0] and any(abs(math.log2(cost / rung)) <= FARTHEST for rung in rungs)
     ]
-    ladders = itertools.combinations(near, len(rungs))  # widths go by 16: two rungs may be nearest to the same
-    chosen = min(ladders, key=lambda shapes: _apart([costs[shape] for shape in shapes], rungs), default=None)
-    if chosen is None:
+    # widths go by 16, and two rungs may be nearest to the same: of each number of rungs the nearest shapes so far
+    best: list[tuple[float, tuple[tuple[int, int], ...]]] = [(0.0, ()), *[(math.inf, ())] * len(rungs)]
+    for shape in near:
+        for number in range(len(rungs), 0, -1):
+            apart, shapes = best[number - 1]
+            apart += abs(math.log2(costs[shape] / rungs[number - 1]))
+            best[number] = min(best[number], (apart, (*shapes, shape)))
+    apart, chosen = best[-1]
+    if apart == math.inf:
         raise ValueError(
             f"variant {variant.name!r} has no {len(rungs)} shapes of one depth from {min(rungs):.3g} to "
             f"{max(rungs):.3g} FLOPs for each token: raise --centre or the budget, or take fewer --sizes"
         )
     return list(chosen)
-
-
-def _apart(costs: Sequence[float], rungs: Sequence[float]) -> float:
-    """In octaves."""
-    return sum(abs(math.log2(cost / rung)) for cost, rung in zip(costs, rungs, strict=True))
 
 
 def _distance(shape: tuple[int, int], cost: float, rung: float, aspect: float) -> float:
