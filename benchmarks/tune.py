@@ -25,7 +25,9 @@ SLOWER = {"routed_learning_rate": 0.35, "router_learning_rate": 0.35}
 DENSE = {"depth": None}
 RULE = 5.7e-3
 HEADS = {64: 2, 80: 5}
-"""As they followed from the width when these runs were made; see LOG.md for what that did."""
+"""As they followed from the width when the first of these runs were made; see LOG.md for what that did."""
+NARROW = {**LONG, **FINE, "heads": 4}
+THRESHOLD = {**NARROW, **SLOWER, "depth": {"causal": "threshold"}}
 CELLS = [
     # learning rate and batch at 1e13
     *(
@@ -64,6 +66,14 @@ CELLS = [
             (3, 5.2e-3, [1], {"capacity": 0.5}),
         )
     ),
+    # with heads of 16: the study's own settings, and routed layers at a lower rate with a threshold
+    {**NARROW, **DENSE},
+    THRESHOLD,
+    {**THRESHOLD, "layers": 3, "depth": {"causal": "threshold", "layers": [1]}},
+    {**NARROW, "learning_rate": RULE},
+    {**THRESHOLD, "depth": {"scheme": "random"}},
+    {**THRESHOLD, "layers": 3, "depth": {"causal": "threshold", "layers": [2]}},
+    {**THRESHOLD, "depth": {"causal": "threshold", "gate": "unit"}},
 ]
 
 
@@ -73,7 +83,7 @@ def run(cell: dict) -> dict:
     is_dense = "depth" in cell and cell["depth"] is None
     depth = None if is_dense else mixdepth.DepthConfig(**cell.get("depth", {}))
     settings = {"layers": 2 if is_dense else 4, **COMMON, **DEFAULTS, **cell, "depth": depth}
-    settings["heads"] = HEADS[settings["width"]]
+    settings.setdefault("heads", HEADS[settings["width"]])
     with tempfile.TemporaryDirectory() as folder:
         done = mixdepth.train(folder, **settings)
         return {"cell": cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
@@ -95,7 +105,7 @@ def table() -> None:
             continue
         depth = cell.get("depth", {})
         model = "dense" if depth is None else " ".join(["routed", *(f"{k} {v}" for k, v in depth.items())])
-        names = ("layers", "width", "router_learning_rate", "routed_learning_rate", "max_grad_norm", "beta2")
+        names = ("layers", "width", "heads", "router_learning_rate", "routed_learning_rate", "max_grad_norm", "beta2")
         other = " ".join(f"{name} {cell[name]}" for name in names if name in cell)
         shown = [all_settings[name] for name in ("flops", "batch_size", "learning_rate", "warmup")]
         losses = [result["validation_loss"], result.get("validation_lookahead_loss")]

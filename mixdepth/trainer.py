@@ -101,7 +101,7 @@ class DepthTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         is_routed = isinstance(self.model, RoutedCausalLM)
-        if is_routed and self._is_logged_step():
+        if is_routed:  # in every step, read or not: with and without them torch.compile makes two graphs
             inputs = {**inputs, "output_routes": True}
         kwargs["return_outputs"] = True
         loss, out = super().compute_loss(model, inputs, *args, **kwargs)
@@ -118,7 +118,7 @@ class DepthTrainer(Trainer):
         parts["loss"] = loss / num_processes
         if is_routed or self.teacher is not None:
             parts["lm_loss"] = lm_loss
-        if is_routed and out.routes:
+        if is_routed and out.routes and self._is_logged_step():
             routers = self.model.depth_routers
             parts["counts"] = routing_counts(out.routes, routers, inputs["input_ids"], self.vocab_size)
         for name, part in parts.items():

@@ -251,8 +251,8 @@ def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, nu
     for name in config.report_to:
         if name not in known:
             raise ValueError(f"report_to={name!r} is not installed; there is {', '.join(known) or 'none'}")
-    if config.compile:  # a graph for each capacity on its way down, with and without routes for the log
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * CAPACITY_LEVELS)
+    if config.compile:  # a graph for each capacity on its way down, and for what evaluation needs
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * CAPACITY_LEVELS)
     return TrainingArguments(
         output_dir=str(run.folder),
         max_steps=schedule.steps,

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from corpora import call, start
+from safetensors.torch import load_file, save_file
 from tiny import dense, token_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -364,7 +365,7 @@ def test_generation_settings_that_cannot_be_saved_do_not_cost_the_model(pretrain
 
 def test_a_card_tells_the_first_original_and_its_licence(pretrained, tmp_path):
     shutil.copytree(pretrained, tmp_path / "theirs")
-    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\nbase_model: somebody/first\n---\n# theirs\n")
+    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\nbase_model:\n- somebody/first\n---\n# theirs\n")
     mixdepth.convert(tmp_path / "theirs", tmp_path / "mod", UNIT)
     mixdepth.convert(str(tmp_path / "mod"), tmp_path / "plain")
     for name in ("mod", "plain"):
@@ -382,3 +383,15 @@ def test_a_loss_that_is_no_number_measures_nothing(pretrained, tmp_path):
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="the model's loss on this text is no number"):
         mixdepth.layer_costs(model, [token_ids()])
+
+
+def test_a_folder_from_before_there_were_thresholds_is_loaded(tmp_path):
+    model = mixdepth.route(dense(vocab_size=256), capacity=0.5)
+    model.save_pretrained(tmp_path / "old")
+    byte_tokenizer().save_pretrained(tmp_path / "old")
+    file = tmp_path / "old/model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(".threshold")}
+    save_file(kept, file, metadata={"format": "pt"})
+    loaded = mixdepth.load(str(tmp_path / "old")).model
+    assert all(router.threshold == 0 for router in loaded.depth_routers)
+    assert torch.equal(loaded(token_ids()).logits, model.eval()(token_ids()).logits)

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from mixdepth import DepthConfig, TrainConfig, count_flops, isoflop, train
 from mixdepth.isoflop import Study
-from mixdepth.isoflop.plan import ladder
+from mixdepth.isoflop.plan import ladder, shapes_near
 from mixdepth.isoflop.runner import _reason
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.run import Run
@@ -81,6 +81,16 @@ def test_variants_that_make_no_sense_are_refused(text, message):
 def test_a_ladder_is_centred_and_half_an_octave_apart():
     assert ladder(5)[2] == 1
     np.testing.assert_allclose(np.diff(np.log2(ladder(6))), 0.5)
+
+
+def test_a_ladder_is_found_for_the_budgets_of_the_paper_too():
+    common = TrainConfig(steps=1, depth=None)
+    for variant in ("dense", "mod"):
+        shapes = shapes_near([3e8 * rung for rung in ladder(7)], 3e8, parse_variant(variant), common, 256)
+        assert len({layers for layers, _ in shapes}) == 1
+        widths = [width for _, width in shapes]
+        assert widths == sorted(set(widths))
+        assert 1.9 < widths[-1] / widths[0] < 3.1  # three octaves of FLOPs, between their root and their cube root
 
 
 def test_every_cell_spends_its_budget_at_a_size_near_its_rung(tmp_path, corpus):

@@ -119,6 +119,7 @@ def test_several_clients_get_each_their_own(client, folder):
         ("completions", {"model": "small-mod", "prompt": "x" * 5000}),
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "temperature": -1}),
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "top_p": 2}),
+        ("completions", b'{"model": "small-mod", "prompt": "x", "stream": true, "temperature": NaN}'),
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "max_tokens": -5}),
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "generation_config": '{"num_beams": 2}'}),
         ("completions", {"model": "small-mod", "prompt": "x", "generation_config": '{"num_beams": 0}'}),
@@ -154,6 +155,9 @@ def test_no_other_model_is_loaded_for_a_client(server):
 def test_continuous_batching_and_a_taken_port_are_refused(folder):
     with pytest.raises(ValueError, match="continuous batching"):
         make_app(str(folder), continuous_batching=True)
+    for port in ("0", "99999"):
+        process = call("serve", str(folder), "--port", port)
+        assert (process.returncode, process.stderr) == (2, f"mixdepth: port must be from 1 to 65535, not {port}\n")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

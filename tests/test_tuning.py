@@ -71,6 +71,7 @@ def test_an_adapter_holds_the_routers_and_merges_into_the_tuned_model(converted,
     base = AutoModelForCausalLM.from_pretrained(converted)
     mixdepth.set_capacity(base, 0.5)
     adapted = peft.PeftModel.from_pretrained(base, run.folder / "adapter").eval()
+    assert "bring it down with `mixdepth.set_capacity`" in (run.folder / "adapter/README.md").read_text()
     merged = AutoModelForCausalLM.from_pretrained(run.folder).eval()
     ids = token_ids(2, 24)
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-5)
