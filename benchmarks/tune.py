@@ -27,6 +27,7 @@ RULE = 5.7e-3
 HEADS = {64: 2, 80: 5}
 """As they followed from the width when the first of these runs were made; see LOG.md for what that did."""
 NARROW = {**LONG, **FINE, "heads": 4}
+HALF_RATE = {"routed_learning_rate": 0.5, "router_learning_rate": 0.5}
 THRESHOLD = {**NARROW, **SLOWER, "depth": {"causal": "threshold"}}
 CELLS = [
     # learning rate and batch at 1e13
@@ -74,6 +75,15 @@ CELLS = [
     {**THRESHOLD, "depth": {"scheme": "random"}},
     {**THRESHOLD, "layers": 3, "depth": {"causal": "threshold", "layers": [2]}},
     {**THRESHOLD, "depth": {"causal": "threshold", "gate": "unit"}},
+    # wider, at the rate of a dense model as wide; other rates of the routed layers; other capacities, each at its root
+    {**THRESHOLD, "width": 80, "heads": 5, "learning_rate": 6.4e-3},
+    {**THRESHOLD, "routed_learning_rate": 0.7, "router_learning_rate": 0.7},
+    {**THRESHOLD, "routed_learning_rate": 0.2, "router_learning_rate": 0.2},
+    {**THRESHOLD, "routed_learning_rate": 0.35, "router_learning_rate": 1.0},
+    {**THRESHOLD, **HALF_RATE, "depth": {"causal": "threshold", "capacity": 0.25}},
+    {**NARROW, **SLOWER, "depth": {"causal": "predictor"}},
+    # the rate once more, for both, around the best
+    *({**kind, "learning_rate": rate} for rate in (1.13e-2, 5.7e-3) for kind in ({**NARROW, **DENSE}, THRESHOLD)),
 ]
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 
 import numpy as np
@@ -119,6 +120,14 @@ def test_every_cell_spends_its_budget_at_a_size_near_its_rung(tmp_path, corpus):
                 2 if variant == "dense" else 4
             }  # width alone differs
             assert {cell.settings["width"] // cell.settings["heads"] for cell in curve} == {16}
+
+
+def test_the_time_of_a_cell_counts_its_evaluation(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(sys.modules["mixdepth.isoflop.plan"], "seconds_per_step", lambda *_: 3.0)
+    dense, mod = plan(tmp_path / "study", corpus).cells
+    windows = 8 + 8  # of both held-out texts, by batches of 4 with three passes a step
+    assert dense.seconds == pytest.approx(3 * dense.steps + windows / 4)
+    assert mod.seconds == pytest.approx(3 * mod.steps + 2 * windows / 4)
 
 
 def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):

@@ -98,7 +98,7 @@ def plan(
             if key not in times:
                 tell(f"timing {cell.variant} {cell.shape}")
                 times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
-            added[index] = cell._replace(seconds=cell.steps * times[key])
+            added[index] = cell._replace(seconds=(cell.steps + steps_of_evaluation(cell, corpus)) * times[key])
         asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes}
         study = old._replace(plans=[*old.plans, {**asked, "centre": centre, **settings}], cells=[*old.cells, *added])
         study = study._replace(hypotheses=hypotheses(study))
@@ -287,6 +287,14 @@ def seconds_per_step(config: TrainConfig, vocab_size: int, repeats: int = 5) -> 
             loss.item()  # waits for the device
             times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
+
+
+def steps_of_evaluation(cell: Cell, corpus: Corpus) -> float:
+    """What its end costs, in training steps: passes over both held-out texts, of routed models with look-ahead too."""
+    context = cell.settings["context"]
+    sides = [side.windows(context).spread(cell.settings["eval_windows"]) for side in (corpus.validation, corpus.test)]
+    passes = sum(map(len, sides)) * (1 if cell.settings["depth"] is None else 2)
+    return passes / (3 * cell.settings["batch_size"])  # a step is three passes of its batch
 
 
 @contextmanager
