@@ -82,6 +82,8 @@ CELLS = [
     {**THRESHOLD, "routed_learning_rate": 0.35, "router_learning_rate": 1.0},
     {**THRESHOLD, **HALF_RATE, "depth": {"causal": "threshold", "capacity": 0.25}},
     {**NARROW, **SLOWER, "depth": {"causal": "predictor"}},
+    # how far seeds differ, on seeds that the study does not have
+    *({**kind, "seed": seed} for seed in (10, 11) for kind in (THRESHOLD, {**NARROW, **DENSE})),
     # the rate once more, for both, around the best
     *({**kind, "learning_rate": rate} for rate in (1.13e-2, 5.7e-3) for kind in ({**NARROW, **DENSE}, THRESHOLD)),
 ]

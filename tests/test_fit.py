@@ -37,8 +37,9 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
     return folder
 
 
-def claim(kind, variant="mod", against="dense", margin=0.003, family="primary"):
-    return Hypothesis(f"{kind} {variant} {against}", "words", kind, 1e13, variant, against, margin, family, 0)
+def claim(kind, variant="mod", against="dense", margin=0.003, family="primary", seeds=(0, 1, 2)):
+    name = f"{kind} {variant} {against}"
+    return Hypothesis(name, "words", kind, 1e13, variant, against, margin, family, 0, seeds)
 
 
 def test_the_lowest_point_of_a_parabola():
@@ -61,7 +62,9 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert dense["optimum"]["parameters"] == pytest.approx(2e5)
     assert mod["optimum"]["parameters"] == pytest.approx(4e5)
     assert dense["optimum"]["loss"] == pytest.approx(1.41)  # the mean over seeds
-    assert dense["optimum"]["loss_interval"] == pytest.approx([1.40, 1.42])
+    half = 4.30265 * 0.01 / math.sqrt(3)  # of t with two degrees of freedom
+    assert dense["optimum"]["loss_interval"] == pytest.approx([1.41 - half, 1.41 + half])
+    assert dense["optimum"]["loss_bootstrap"] == pytest.approx([1.40, 1.42])
     assert dense["best"]["std"] == pytest.approx(0.01)
     pair = found.comparisons[0]
     assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
@@ -69,11 +72,15 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert pair["optimum_ratio"] == pytest.approx(2)
     crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
     assert pair["crossings"] == pytest.approx([crossing])
+    assert pair["is_lower_above"]
+    assert "; mod is lower above" in str(found)
+    assert pair["optimum_ratio_interval"] == pytest.approx([2, 2])
     tests = {test["kind"]: test for test in found.tests}
     assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
     assert tests["equivalent"]["estimate"] == pytest.approx(0.0011, rel=0.01)
     assert tests["differs"]["verdict"] == "holds: lower"
-    assert all(test["verdict"] == "holds" for test in found.tests if test["kind"] != "differs")
+    assert tests["less"]["verdict"] == tests["equivalent"]["verdict"] == "holds"
+    assert tests["larger"]["verdict"] == "the seeds do not differ"
     assert "[2.00, 2.00]" in str(found)  # the ratio of sizes
     written = json.loads((tmp_path / "study" / "fit.json").read_text())
     assert written["curves"][0]["optimum"] == dense["optimum"]
@@ -93,11 +100,13 @@ def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):
     ]
     found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses, noise=0.003))
     differs, less, equivalent, exploratory, unknown = found.tests
-    assert differs["p"] == stats.ttest_1samp(differs["values"], 0).pvalue
-    assert less["p"] == stats.ttest_1samp(less["values"], 0, alternative="less").pvalue
-    above = stats.ttest_1samp(equivalent["values"], -0.003, alternative="greater").pvalue
-    below = stats.ttest_1samp(equivalent["values"], 0.003, alternative="less").pvalue
-    assert equivalent["p"] == max(above, below)
+    gaps = list(equivalent["by_seed"].values())
+    above = stats.ttest_1samp(gaps, -0.003, alternative="greater").pvalue
+    below = stats.ttest_1samp(gaps, 0.003, alternative="less").pvalue
+    assert equivalent["p"] == pytest.approx(max(above, below))  # of a mean the jackknife is the t test
+    for test, alternative in ((differs, "two-sided"), (less, "less")):  # of a ratio nearly
+        values = list(test["by_seed"].values())
+        assert test["p"] == pytest.approx(stats.ttest_1samp(values, 0, alternative=alternative).pvalue, rel=0.1)
     primary = sorted([differs, less, equivalent], key=lambda test: test["p"])
     raw = [test["p"] for test in primary]
     expected = np.maximum.accumulate([4 * raw[0], 3 * raw[1], 2 * raw[2]]).clip(max=1)  # one more was planned
@@ -122,11 +131,13 @@ def test_a_single_size_is_compared_at_its_own_flops(tmp_path):
     losses = {curve["variant"]: {p["shape"]: p["loss"] for p in curve["points"]} for curve in fitted.curves}
     expected = losses["mod"]["4x16"] / losses["dense"]["4x16"] - 1
     assert fitted.comparisons[0]["loss"] == pytest.approx(expected)
-    assert fitted.tests[0]["estimate"] == pytest.approx(expected, rel=1e-3)
+    assert fitted.tests[0]["estimate"] == pytest.approx(expected)
+    assert fitted.tests[0]["verdict"] == "holds; at equal FLOPs"
 
 
 def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
-    for loss, verdict in ((1.45, "holds: higher"), (1.35, "holds: lower, and reaches the goal")):
+    goal = "holds: lower, and by its estimate reaches the goal of 1.5%"
+    for loss, verdict in ((1.45, "holds: higher"), (1.35, goal)):
         curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, loss, 0.1)}
         folder = write_study(tmp_path / str(loss), curves, [claim("differs", margin=0.015)], noise=1e-4)
         assert isoflop.fit(folder).tests[0]["verdict"] == verdict
@@ -150,9 +161,39 @@ def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path)
     assert fitted.curves[0]["seeds"] == [0, 1]
     assert [point["shape"] for point in fitted.curves[0]["points"]] == ["2x16", "3x16", "4x16"]
     assert fitted.comparisons[0]["seeds"] == [0, 1]
-    assert [entry["cell"].split("/")[-2:] for entry in fitted.left_out] == [["1x16", "seed2"]]
+    left_out = {"/".join(entry["cell"].split("/")[-2:]): entry["reason"] for entry in fitted.left_out}
+    assert left_out == {
+        "1x16/seed2": "its size has too few seeds",
+        "3x16/seed2": "other sizes lack its seed",
+        "4x16/seed2": "other sizes lack its seed",
+    }
     assert (fitted.finished, fitted.planned) == (21, 24)
-    assert str(fitted).startswith("21 of 24 runs")
+    assert str(fitted).startswith("21 of 24 runs, 18 used")
+
+
+def test_a_claim_is_tested_on_the_seeds_that_were_planned_with_it(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
+    folder = write_study(tmp_path / "study", curves, [claim("differs", seeds=[0, 1, 9])], noise=1e-4)
+    test = isoflop.fit(folder).tests[0]
+    assert list(test["by_seed"]) == [0, 1]  # 2 was added later
+    assert test["verdict"].endswith("; interim, 2 of 3 seeds")
+
+
+def test_a_ladder_is_not_compared_before_it_is_one(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
+    folder = write_study(tmp_path / "study", curves, [claim("differs")])
+    for shape in ("1x16", "2x16"):
+        shutil.rmtree(folder / "cells" / "10000000000000.0" / "mod" / shape)
+    fitted = isoflop.fit(folder)
+    assert fitted.comparisons[0]["loss"] is None
+    assert fitted.tests[0]["verdict"] == "too few sizes are finished"
+
+
+def test_each_budget_is_corrected_by_itself(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
+    claims = [claim("differs"), claim("larger"), *(claim("less")._replace(budget=b, name=f"{b}") for b in (3e13, 1e14))]
+    found = isoflop.fit(write_study(tmp_path / "study", curves, claims, noise=1e-3)).tests
+    assert found[0]["p_corrected"] <= 2 * found[0]["p"]  # not 4
 
 
 def test_sizes_of_other_flops_are_not_compared(tmp_path):
@@ -170,7 +211,7 @@ def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
     hypotheses = [claim("differs"), claim("equivalent", against="mod")]
     fitted = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
     same, equivalent = fitted.tests
-    assert same["values"] == [0, 0, 0]
+    assert same["by_seed"] == {0: 0, 1: 0, 2: 0}
     assert (same["p"], same["verdict"]) == (None, "the seeds do not differ")
     assert equivalent["p_corrected"] == 2 * equivalent["p"]  # two were planned
     assert "NaN" not in (tmp_path / "study" / "fit.json").read_text()
@@ -181,7 +222,8 @@ def test_what_diverged_is_left_out_and_said(tmp_path):
     cell = Study.read(folder).cells[0]
     (folder / "cells" / cell.name / "result.json").write_text('{"validation_loss": NaN}')
     fitted = isoflop.fit(folder)
-    assert fitted.left_out == [{"cell": cell.name, "reason": "it diverged: its loss is not a number"}]
+    assert fitted.left_out[0] == {"cell": cell.name, "reason": "it diverged: its loss is not a number"}
+    assert [entry["reason"] for entry in fitted.left_out[1:]] == ["other sizes lack its seed"] * 3
     assert fitted.curves[0]["seeds"] == [1, 2]
     assert f"left out: {cell.name}" in str(fitted)
 

@@ -57,6 +57,9 @@ def test_variants_are_named_by_what_they_set():
     assert parse_variant("random:capacity=0.5:every=1").depth == DepthConfig(scheme="random", capacity=0.5, every=1)
     assert parse_variant("dense:learning_rate=2e-3").training == {"learning_rate": 2e-3}
     assert parse_variant("mod:aspect=8").aspect == 8
+    for text in ("mod", "mod:capacity=0.125", "expert_choice:every=2", "mod:aspect=16"):
+        assert parse_variant(text).name == "mod"
+    assert parse_variant("mod:gate=tanh:capacity=.50").name == "mod:capacity=0.5:gate=tanh"
 
 
 @pytest.mark.parametrize(
@@ -140,9 +143,11 @@ def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):
         ("larger", half, "dense"),
         ("equivalent", half, half),
         ("less", half, random),
+        ("less", half, f"{half}:every=1"),
     ):
+        assert claims[key].seeds == [0]
         assert claims.pop(key).family == "primary"
-    for key in (("less", half, f"{half}:every=1"), ("differs", "mod", half), ("differs", "mod", "dense")):
+    for key in (("differs", "mod", half), ("differs", "mod", "dense")):
         assert claims.pop(key).family == "exploratory"
     assert all(claim.family == "exploratory" and claim.finished_before == 0 for claim in claims.values())
     assert ("less", "mod", random) not in claims  # they differ in more than the scheme
@@ -166,6 +171,10 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
         plan(grown, corpus, variants=["mod:every=1"], warmup=0.1)
     with pytest.raises(ValueError, match=r"is planned already with learning_rate=\S+, not 0.5: choose another --out"):
         plan(grown, corpus, learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"is planned already with learning_rate=\S+, not 0.5: choose another --out"):
+        plan(grown, corpus, seeds=[8], learning_rate=0.5)  # one point has one rate
+    with pytest.raises(ValueError, match=r"the curve of 'dense' at 3e8 is planned with 2 layers, not \d+: choose"):
+        plan(grown, corpus, centre=7e5)
     other = write_folder(grown.parent / "others", documents(30, 900))
     with pytest.raises(ValueError, match="is on another text than"):
         plan(grown, other)
@@ -278,32 +287,34 @@ def test_cells_run_on_ray(study, tmp_path, corpus):
     assert all(found.is_finished(cell) for cell in found.cells)
 
 
-def test_the_test_text_is_opened_when_all_is_finished(study, corpus, tmp_path):
-    fitted = isoflop.fit(study, split="test")
+def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_path):
+    def copied(name, *without):
+        return shutil.copytree(study, tmp_path / name, ignore=shutil.ignore_patterns(*without))
+
+    opened = copied("opened")
+    fitted = isoflop.fit(opened, split="test")
     assert fitted.split == "test"
-    assert (
-        json.loads((study / "fit-test.json").read_text())["curves"][0]["best"]["loss"]
-        == fitted.curves[0]["best"]["loss"]
-    )
-    validation = isoflop.fit(study)
+    validation = isoflop.fit(opened)
     assert fitted.curves[0]["best"]["loss"] != validation.curves[0]["best"]["loss"]
-    elsewhere = tmp_path / "elsewhere"  # what cells have sealed is enough; and without it their weights are
-    shutil.copytree(study, elsewhere, ignore=shutil.ignore_patterns("*.safetensors", "fit-test.json"))
-    assert isoflop.fit(elsewhere, split="test") == fitted
     first = Study.read(study).cells[0]
-    (elsewhere / "cells" / first.name / "test.json").unlink()
-    assert isoflop.fit(elsewhere, split="test").left_out == [
+    (opened / "cells" / first.name / "test.json").write_text("{}")
+    assert str(isoflop.fit(opened, split="test")) == str(fitted)  # as it was written down
+    with pytest.raises(ValueError, match=r"the test text of the study in '.*opened' has been opened: choose another"):
+        plan(opened, corpus, seeds=2)
+
+    assert isoflop.fit(copied("sealed", "*.safetensors"), split="test") == fitted  # what cells have sealed is enough
+    assert isoflop.fit(copied("unsealed", "test.json"), split="test") == fitted  # and without it their weights are
+    gone = copied("gone", "*.safetensors")
+    (gone / "cells" / first.name / "test.json").unlink()
+    assert isoflop.fit(gone, split="test").left_out == [
         {"cell": first.name, "reason": "it has no loss on the test text, and its weights are gone"}
     ]
-    half = shutil.copytree(study, tmp_path / "half")
-    (half / "cells" / first.name / "test.json").unlink()  # as if killed before it was written
-    isoflop.run(half)
-    assert (half / "cells" / first.name / "test.json").exists()
-    (half / "cells" / first.name / "test.json").unlink()
-    assert isoflop.fit(half, split="test") == fitted
-    plan(half, corpus, seeds=2)
+    killed = copied("killed", "test.json")  # before it was written
+    isoflop.run(killed)
+    assert (killed / "cells" / first.name / "test.json").exists()
+    plan(killed, corpus, seeds=2)
     with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
-        isoflop.fit(half, split="test")
+        isoflop.fit(killed, split="test")
 
 
 def test_a_run_on_another_text_does_not_count(study, tmp_path):

@@ -41,6 +41,12 @@ def add_isoflop(verbs: Any) -> None:
         help="FLOPs of a forward pass, for each token, in the middle of the ladders (default: 5.5e5 at a budget of "
         "1e13, growing with its root)",
     )
+    plan.add_argument(
+        "--goal",
+        type=float,
+        default=0.015,
+        help="the gain over dense models that is aimed at, as a share of the loss (default: %(default)s)",
+    )
     common = plan.add_argument_group("settings of every run")
     add_settings(common, TrainConfig, without=NOT_COMMON, defaults=STUDY_DEFAULTS)
     plan.set_defaults(run=_isoflop_plan)

@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mixdepth.isoflop.estimates import all_but_one
+
 MIN_SIZES = 3
 """Points that a parabola takes; with fewer sizes the best one stands for the curve."""
+SAME_FLOPS = 0.25
+"""Octaves of FLOPs for each token within which two sizes are compared where there is no curve."""
 
 
 class Point(NamedTuple):
@@ -40,6 +44,8 @@ class Curve(NamedTuple):
     variant: str
     points: tuple[Point, ...]
     seeds: list[int]
+    is_ladder: bool
+    """Whether it is planned with sizes enough for a parabola; if not, sizes of equal FLOPs are compared."""
 
     @property
     def best(self) -> Point:
@@ -51,16 +57,79 @@ class Curve(NamedTuple):
         return lowest([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
 
     def is_bracketed(self, seeds: Sequence[int]) -> bool:
-        """By the mean over these seeds, and by each of them."""
-        return bool(seeds) and all(self.optimum(some).is_bracketed for some in (seeds, *([seed] for seed in seeds)))
+        """By the mean over these seeds, and without any one of them."""
+        subsets = [seeds, *(all_but_one(seeds) if len(seeds) > 1 else [])]
+        return bool(seeds) and all(self.optimum(subset).is_bracketed for subset in subsets)
 
     def parabola(self, seeds: Sequence[int]) -> list[float]:
         return parabola([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
 
-    def gap(self, seed: int) -> float:
+    def gap(self, seeds: Sequence[int]) -> float:
         """What causal routing costs, relative to the loss with look-ahead, over all sizes."""
-        gaps = [point.losses[seed] / point.lookahead_losses[seed] - 1 for point in self.points]
+        gaps = [point.losses[seed] / point.lookahead_losses[seed] - 1 for point in self.points for seed in seeds]
         return float(np.mean(gaps))
+
+
+class Pair(NamedTuple):
+    """Two curves of one budget, over seeds that both have."""
+
+    one: Curve
+    other: Curve
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, one: Curve, other: Curve, among: Sequence[int] | None = None) -> "Pair":
+        both = set(one.seeds) & set(other.seeds)
+        return cls(one, other, sorted(both if among is None else both & set(among)))
+
+    @property
+    def has_ladders(self) -> bool:
+        """Whether optima are compared; else sizes that cost the same."""
+        return self.one.is_ladder and self.other.is_ladder
+
+    @property
+    def is_bracketed(self) -> bool:
+        return self.one.is_bracketed(self.seeds) and self.other.is_bracketed(self.seeds)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why there is nothing to compare."""
+        if not self.seeds:
+            return "they have no seed in common"
+        if self.has_ladders and min(len(self.one.points), len(self.other.points)) < MIN_SIZES:
+            return "too few sizes are finished"
+        return None if self.has_ladders or self.same_flops else "they have no size in common"
+
+    @property
+    def same_flops(self) -> list[tuple[Point, Point]]:
+        pairs = ((a, b) for a in self.one.points for b in self.other.points)
+        return [(a, b) for a, b in pairs if abs(math.log2(a.flops_per_token / b.flops_per_token)) <= SAME_FLOPS]
+
+    def relative_loss(self, seeds: Sequence[int]) -> float:
+        """The loss of one relative to the other's."""
+        if self.has_ladders:
+            return self.one.optimum(seeds).loss / self.other.optimum(seeds).loss - 1
+        return float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in self.same_flops])) - 1
+
+    def relative_size(self, seeds: Sequence[int]) -> float:
+        """The logarithm of the ratio of optimal sizes."""
+        return math.log(self.one.optimum(seeds).parameters / self.other.optimum(seeds).parameters)
+
+    def crossings(self, seeds: Sequence[int]) -> list[float]:
+        """The sizes, among those that both have, where the parabolas meet."""
+        low, high = self._common_sizes()
+        roots = np.roots(np.subtract(self.one.parabola(seeds), self.other.parabola(seeds)))
+        found = [math.exp(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real < 100]
+        return sorted(size for size in found if low <= size <= high)
+
+    def lower_above(self, seeds: Sequence[int]) -> bool:
+        """Whether the first is the lower of the two at the largest size that both have."""
+        size = math.log(self._common_sizes()[1])
+        return bool(np.polyval(self.one.parabola(seeds), size) < np.polyval(self.other.parabola(seeds), size))
+
+    def _common_sizes(self) -> tuple[float, float]:
+        sizes = [[point.parameters for point in curve.points] for curve in (self.one, self.other)]
+        return max(map(min, sizes)), min(map(max, sizes))
 
 
 def parabola(sizes: Sequence[float], losses: Sequence[float]) -> list[float]:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.isoflop.study import Hypothesis, Study
-from mixdepth.isoflop.variants import DENSE, Variant, parse_variant
+from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.table import short
 
-LOSS_GOAL, EQUAL = 0.015, 0.003
-"""The gain over the dense model that we aim at, and what we call equal, as shares of the loss."""
+EQUAL = 0.003
+"""What we call equal, as a share of the loss."""
 
 
 class Claim(NamedTuple):
@@ -25,32 +25,35 @@ class Claim(NamedTuple):
     words: str
 
 
-def hypotheses(study: Study) -> list[Hypothesis]:
+def hypotheses(study: Study, goal: float) -> list[Hypothesis]:
     """Those that are written down, and what further the study's cells can test. What is thought of when cells of the
-    budget are finished is exploratory."""
+    budget are finished is exploratory. `goal` is the gain over the dense model that is aimed at."""
     found = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
     for budget in dict.fromkeys(cell.budget for cell in study.cells):
         cells = [cell for cell in study.cells if cell.budget == budget]
-        finished = sum(study.is_finished(cell) for cell in cells)
-        for kind, variant, against, margin, is_primary, words in _claims(list(dict.fromkeys(c.variant for c in cells))):
+        finished, seeds = sum(study.is_finished(cell) for cell in cells), sorted({cell.seed for cell in cells})
+        variants = list(dict.fromkeys(cell.variant for cell in cells))
+        for kind, variant, against, margin, is_primary, words in _claims(variants, goal):
             name = f"{short(budget)}: {variant} {kind} {against}"
             family = "primary" if is_primary and not finished else "exploratory"
-            claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished)
+            claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished, seeds)
             found.setdefault(name, claim)
     return list(found.values())
 
 
-def _claims(names: list[str]) -> Iterator[Claim]:
-    """The first learned variant against the dense model, and learned against random routing, are the primary ones."""
+def _claims(names: list[str], goal: float) -> Iterator[Claim]:
+    """Primary are those about the first learned variant against the first dense one, learned against random routing,
+    and fewer routed layers against more."""
+    dense = [variant.name for variant in map(parse_variant, names) if variant.depth is None][:1]
     routed = [variant for variant in map(parse_variant, names) if variant.depth is not None]
     learned = [variant for variant in routed if variant.depth is not None and variant.depth.scheme != "random"]
     for variant in learned:
         mine, is_first = variant.name, variant is learned[0]
-        if DENSE in names:
-            words = f"the best {mine} has another loss than the best dense model; goal: {LOSS_GOAL:.1%} below"
-            yield Claim("differs", mine, DENSE, LOSS_GOAL, is_first, words)
-            words = f"the best {mine} has more parameters than the best dense model"
-            yield Claim("larger", mine, DENSE, 0.0, is_first, words)
+        for baseline in dense:
+            words = f"the best {mine} has another loss than the best {baseline} model; goal: {goal:.1%} below"
+            yield Claim("differs", mine, baseline, goal, is_first, words)
+            words = f"the best {mine} has more parameters than the best {baseline} model"
+            yield Claim("larger", mine, baseline, 0.0, is_first, words)
         if variant.depth is not None and variant.depth.scheme in LOOKS_AHEAD:
             words = f"causal routing costs {mine} less than {EQUAL:.1%} of its loss, or gains less"
             yield Claim("equivalent", mine, mine, EQUAL, is_first, words)
@@ -61,7 +64,7 @@ def _claims(names: list[str]) -> Iterator[Claim]:
             yield Claim("less", one.name, other.name, 0.0, True, words)
         elif setting == "every" and one.every > other.every:
             words = f"routing every {one.every} layers ({one.name}) has a lower loss than every {other.every}"
-            yield Claim("less", one.name, other.name, 0.0, False, words)
+            yield Claim("less", one.name, other.name, 0.0, True, words)
         elif setting not in (None, "scheme", "every") and routed.index(one) > routed.index(other):
             yield Claim("differs", one.name, other.name, 0.0, False, f"{one.name} has another loss than {other.name}")
 

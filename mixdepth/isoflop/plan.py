@@ -24,7 +24,7 @@ from mixdepth.data import Corpus
 from mixdepth.flops import count_flops
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.isoflop.hypotheses import hypotheses
-from mixdepth.isoflop.study import STUDY, Cell, Study
+from mixdepth.isoflop.study import FITS, STUDY, Cell, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.router import update_routers
 from mixdepth.run import writing
@@ -58,26 +58,32 @@ def plan(
     seeds: int | Sequence[int] = 3,
     sizes: int = 5,
     centre: float | None = None,
+    goal: float = 0.015,
     tell: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Study:
     """Write a study's plan to the folder `out`, or add to the one that is there.
 
     `budgets` are training FLOPs, `variants` as in `parse_variant`; seeds are a number or a list. A ladder has `sizes`
-    rungs around `centre`, in FLOPs of a forward pass for each token (by default a rule for text in bytes). The other
-    settings are those of `TrainConfig`, the same for all cells. Cells that are there already stay as they are.
+    rungs around `centre`, in FLOPs of a forward pass for each token (by default a rule for text in bytes). `goal` is
+    the gain over dense models that is aimed at, as a share of the loss. The other settings are those of `TrainConfig`,
+    the same for all cells. Cells that are there already stay as they are.
     """
     known = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMMON]
     wrong = [name for name in settings if name not in known]
     if wrong:
         raise ValueError(f"a study's runs have no common setting {wrong[0]!r}; there are {', '.join(known)}")
     parsed = _parsed(budgets, variants, sizes, centre)
+    if not is_number(goal) or not 0 <= goal < 1:
+        raise ValueError(f"goal must be a share of the loss in [0, 1), not {goal!r}")
     seeds = _seeds(seeds)
     common = TrainConfig.from_dict({"steps": 1, "depth": None, **STUDY_DEFAULTS, **settings})
     common = replace(common, corpus=absolute(common.corpus))
     corpus = corpus_of(common)
     _check_text(corpus, common)
     folder = Path(out)
+    if (folder / FITS["test"]).exists():
+        raise ValueError(f"the test text of the study in {str(out)!r} has been opened: choose another --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
@@ -99,9 +105,10 @@ def plan(
                 tell(f"timing {cell.variant} {cell.shape}")
                 times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
             added[index] = cell._replace(seconds=(cell.steps + steps_of_evaluation(cell, corpus)) * times[key])
-        asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes}
-        study = old._replace(plans=[*old.plans, {**asked, "centre": centre, **settings}], cells=[*old.cells, *added])
-        study = study._replace(hypotheses=hypotheses(study))
+        asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes, "goal": goal}
+        asked |= {"centre": centre, "finished_before": sum(map(old.is_finished, old.cells)), **settings}
+        study = old._replace(plans=[*old.plans, asked], cells=[*old.cells, *added])
+        study = study._replace(hypotheses=hypotheses(study, goal))
         with writing(folder):
             study.write()
     return study
@@ -116,11 +123,12 @@ def _parsed(budgets: Sequence[float], variants: Sequence[str], sizes: int, centr
     check_integer("sizes", sizes, minimum=1)
     if centre is not None and (not is_number(centre) or not 0 < centre < math.inf):
         raise ValueError(f"centre must be a positive number of FLOPs, not {centre!r}")
-    return [parse_variant(text) for text in dict.fromkeys(text.strip() for text in variants)]
+    parsed = {variant.name: variant for variant in (parse_variant(text.strip()) for text in variants)}
+    return list(parsed.values())
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-    if not isinstance(seeds, Sequence):
+    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
         check_integer("seeds", seeds, minimum=1)
         return list(range(seeds))
     for seed in seeds:
@@ -191,20 +199,31 @@ def _config(common: TrainConfig, variant: Variant, budget: float, layers: int, w
 
 
 def _added(old: list[Cell], new: list[Cell]) -> list[Cell]:
-    """Those that are not there yet; one of the same name must be the same."""
-    known = {cell.name: cell for cell in old}
-    added = []
+    """Those that are not there yet. A curve has one depth, and a point on it one of all settings but the seed."""
+    layers = {(cell.budget, cell.variant): cell.settings["layers"] for cell in old}
+    points = {(cell.budget, cell.variant, cell.shape): cell for cell in old}
     for cell in new:
-        before = known.setdefault(cell.name, cell)
-        if before is cell:
-            added.append(cell)
-        for name, value in cell.settings.items():
-            if before.settings.get(name, value) != value:  # an older version may not know it
+        before = layers.get((cell.budget, cell.variant), cell.settings["layers"])
+        if before != cell.settings["layers"]:
+            raise ValueError(
+                f"the curve of {cell.variant!r} at {short(cell.budget)} is planned with {before} layers, not "
+                f"{cell.settings['layers']}: choose another --centre or --out"
+            )
+        planned = _of_a_point(points.get((cell.budget, cell.variant, cell.shape), cell))
+        for name, value in _of_a_point(cell).items():
+            if planned.get(name, value) != value:  # an older version may not know it
                 raise ValueError(
-                    f"cell {cell.name!r} is planned already with {name}={before.settings[name]!r}, not {value!r}: "
-                    "choose another --out"
+                    f"{cell.variant!r} of {cell.shape} at {short(cell.budget)} is planned already with "
+                    f"{name}={planned[name]!r}, not {value!r}: choose another --out"
                 )
-    return added
+    known = {cell.name for cell in old}
+    return [cell for cell in new if cell.name not in known]
+
+
+def _of_a_point(cell: Cell) -> dict[str, Any]:
+    """The settings that its losses depend on, but for chance."""
+    settings = {name: value for name, value in cell.settings.items() if name not in (*MAY_DIFFER, "seed", "log_every")}
+    return settings if settings["depth"] is None else {**settings, "depth": {**settings["depth"], "seed": None}}
 
 
 def ladder(sizes: int) -> list[float]:
@@ -294,7 +313,8 @@ def steps_of_evaluation(cell: Cell, corpus: Corpus) -> float:
     context = cell.settings["context"]
     sides = [side.windows(context).spread(cell.settings["eval_windows"]) for side in (corpus.validation, corpus.test)]
     passes = sum(map(len, sides)) * (1 if cell.settings["depth"] is None else 2)
-    return passes / (3 * cell.settings["batch_size"])  # a step is three passes of its batch
+    batch_size: int = cell.settings["batch_size"]
+    return passes / (3 * batch_size)  # a step is three passes of its batch
 
 
 @contextmanager

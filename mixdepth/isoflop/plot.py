@@ -7,9 +7,8 @@ import numpy as np
 
 from mixdepth.data import HELD_OUT
 from mixdepth.files import read_json
-from mixdepth.isoflop.fit import fit_file
-from mixdepth.isoflop.study import Study
-from mixdepth.isoflop.variants import DENSE
+from mixdepth.isoflop.study import FITS, Study
+from mixdepth.isoflop.variants import parse_variant
 from mixdepth.report.figures import DASHES, FAINT, drawing, look, panels, save
 from mixdepth.table import short
 
@@ -19,7 +18,7 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     if split not in HELD_OUT:
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     study = Study.read(folder)
-    path = study.folder / fit_file(split)
+    path = study.folder / FITS[split]
     if not path.exists():
         raise ValueError(f"{str(folder)!r} has no {path.name}: mixdepth isoflop fit {folder} makes it")
     curves = read_json(path).get("curves")
@@ -61,7 +60,10 @@ def _variants(curves: list[dict[str, Any]], looks: dict[str, Any], split: str) -
 def _budgets(curves: list[dict[str, Any]], looks: dict[str, Any], split: str) -> Any:
     """Fig. 4: left the curves at every budget; right both axes relative to the best dense model of the budget."""
     figure, (left, right) = panels(11, 4.6, columns=2, width_ratios=(1, 1))
-    dense = {curve["budget"]: curve["best"] for curve in curves if curve["variant"] == DENSE}
+    dense: dict[float, dict[str, Any]] = {}
+    for curve in curves:
+        if parse_variant(curve["variant"]).depth is None:
+            dense.setdefault(curve["budget"], curve["best"])
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     for curve in curves:
         if len(curve["points"]) < 2:

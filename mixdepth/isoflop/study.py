@@ -20,7 +20,8 @@ from mixdepth.run import SETTINGS, Run
 
 STUDY, CELLS, TEST = "study.json", "cells", "test.json"
 FAILED, LOG = "failed.json", "log"
-FORMAT = 1
+FITS = {"validation": "fit.json", "test": "fit-test.json"}
+FORMAT = 2
 
 
 class Cell(NamedTuple):
@@ -66,6 +67,8 @@ class Hypothesis(NamedTuple):
     """`primary` hypotheses are corrected for their number, `exploratory` ones are not, and are no evidence alone."""
     finished_before: int
     """Cells of this budget that were finished when it was written down: 0 is a prediction."""
+    seeds: list[int]
+    """What it is tested on: the seeds that were planned when it was written down, and none that came later."""
 
 
 class Study(NamedTuple):

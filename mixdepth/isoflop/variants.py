@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any, NamedTuple, get_args
 
-from mixdepth.config import DepthConfig, Scheme
+from mixdepth.config import DepthConfig, Scheme, is_number
 from mixdepth.settings import TrainConfig, parse_value
 
 DENSE, MOD = "dense", "mod"
@@ -34,6 +34,8 @@ def parse_variant(text: str) -> Variant:
 
     >>> parse_variant("random:capacity=0.5").depth.scheme
     'random'
+    >>> parse_variant("expert_choice:gate=tanh:capacity=0.125").name  # one name for one curve
+    'mod:gate=tanh'
     """
     kind, *words = text.split(":")
     schemes = [scheme for scheme in get_args(Scheme) if scheme != "early_exit"]  # it has a capacity for each layer
@@ -62,6 +64,7 @@ def parse_variant(text: str) -> Variant:
             raise ValueError(f"variant {text!r} cannot have {name!r}; the settings are {', '.join(known)}")
     try:
         depth = None if kind == DENSE else DepthConfig(**routing)
+        usual = None if depth is None else DepthConfig(scheme=depth.scheme)
         TrainConfig.from_dict({"steps": 10**9, **training, "depth": depth})
     except ValueError as error:
         raise ValueError(f"variant {text!r} makes no sense: {error}") from error
@@ -69,7 +72,11 @@ def parse_variant(text: str) -> Variant:
         raise ValueError(
             f"variant {text!r} must begin within its first every={depth.every} layers, not at {depth.first}"
         )
-    return Variant(text, depth, training, aspect)
+    said = {name: value for name, value in routing.items() if getattr(depth, name) != getattr(usual, name)} | training
+    if aspect != ASPECTS["dense" if kind == DENSE else "routed"]:
+        said["aspect"] = aspect
+    settings = [f"{name}={said[name]:g}" if is_number(said[name]) else f"{name}={said[name]}" for name in sorted(said)]
+    return Variant(":".join([MOD if kind == "expert_choice" else kind, *settings]), depth, training, aspect)
 
 
 def _positive(value: str, text: str) -> float:
