@@ -1,6 +1,6 @@
 """Speed beside quality: the best dense and the best routed model of each budget of a study.
 
-Training: a step of the study's batch on one core, times the steps of the run. Decoding: transformers' own generate() on
+Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding: transformers' own generate() on
 the trained models, from 64 bytes of validation text, 128 new tokens sampled, without the prompt's time. Models take
 turns; medians, with the spread of the ratios. And whether two cells side by side, on one core each, beat one after
 the other on two.
@@ -20,7 +20,7 @@ from typing import Any
 
 from machine import describe, header, row
 
-PROMPT, NEW_TOKENS, STEPS = 64, 128, 60
+PROMPT, NEW_TOKENS, STEPS, VOCABULARY = 64, 128, 60, 256
 
 
 def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
@@ -43,8 +43,12 @@ def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
                 trained = [cell for cell in same if any(study.run_of(cell).folder.glob("*.safetensors"))]
                 if trained:
                     pair[kind] = (trained[0], curve["best"]["loss"])
+                else:
+                    print(f"the weights of {same[0].name} are gone: train it again", file=sys.stderr)
         if len(pair) == 2:
             found.append((budget, pair))
+    if not found:
+        sys.exit(2)
     return found
 
 
@@ -56,14 +60,17 @@ def stepper(cell: Any) -> Any:
     from mixdepth.training import make_model
 
     config = mixdepth.TrainConfig.from_dict(cell.settings)
-    model = make_model(config, 256).train()
+    model = make_model(config, VOCABULARY).train()
+    compiled = torch.compile(model) if config.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(256, (config.batch_size, config.context))
+    ids = torch.randint(VOCABULARY, (config.batch_size, config.context))
 
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if config.depth is not None:
+            mixdepth.update_routers(model)
 
     return step
 
