@@ -1,9 +1,9 @@
 """Speed beside quality: the best dense and the best routed model of each budget of a study.
 
-Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding: transformers' own generate() on
-the trained models, from 64 bytes of validation text, 128 new tokens sampled, without the prompt's time. Models take
-turns; medians, with the spread of the ratios. And whether two cells side by side, on one core each, beat one after
-the other on two.
+Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding:
+transformers' own generate() on the trained models, from 64 bytes of validation text, 128 new tokens sampled, without
+the prompt's time. Models take turns; medians, with the spread of the ratios. And whether two cells side by side, on one
+core each, beat one after the other on two.
 
     python benchmarks/study.py STUDY
     python benchmarks/study.py STUDY --workers

@@ -37,6 +37,7 @@ TUNE_DEFAULTS: dict[str, Any] = {
     "warmup": 0.1,
     "capacity_steps": 0.5,
     "router_learning_rate": 10.0,
+    "routed_learning_rate": 1.0,
     "predictor_learning_rate": 10.0,
     "calibrate": 4,
     "eval_windows": 64,
@@ -141,14 +142,15 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
 
-    router_learning_rate: float = 1.0
-    """Learning rate of routers, as a multiple of the model's."""
+    router_learning_rate: float | None = None
+    """Learning rate of routers, as a multiple of the model's. None is that of their layer."""
 
     predictor_learning_rate: float = 1.0
     """Learning rate of predictors, as a multiple of the model's."""
 
-    routed_learning_rate: float = 1.0
-    """Learning rate of the other weights of routed layers, as a multiple of the model's: they see fewer tokens."""
+    routed_learning_rate: float | None = None
+    """Learning rate of the other weights of routed layers, as a multiple of the model's. None is the root of the
+    capacity: a layer sees that share of the tokens, and Adam's rate goes with the root of the batch."""
 
     capacity_steps: float = 0
     """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; below 1 it is a share of
@@ -204,10 +206,10 @@ class TrainConfig:
             raise ValueError(f"context must be at least 2, not {self.context}: the first token of a window is given")
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32, not {self.seed}")
-        for name in ("learning_rate", "flops", "tokens"):
+        for name in ("learning_rate", "router_learning_rate", "routed_learning_rate", "flops", "tokens"):
             if getattr(self, name) is not None:
                 self._check_number(name, positive=True)
-        for name in ("router_learning_rate", "predictor_learning_rate", "routed_learning_rate", "beta2", "validation"):
+        for name in ("predictor_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
         for name in ("weight_decay", "max_grad_norm", "warmup", "test"):
             self._check_number(name, positive=False)

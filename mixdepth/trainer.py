@@ -33,6 +33,7 @@ from mixdepth.hf.architectures import decoder_layers
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.routing import ROUTER_NAME
 from mixdepth.losses import divergence
+from mixdepth.router import active
 from mixdepth.run import MARKER, METRICS, PREFIX, TIMINGS, Run, step_of, writing
 from mixdepth.schedule import Schedule
 from mixdepth.statistics import describe, routing_counts
@@ -57,9 +58,9 @@ class DepthTrainer(Trainer):
         *,
         run: Run,
         schedule: Schedule,
-        router_learning_rate: float = 1.0,
+        router_learning_rate: float | None = None,
         predictor_learning_rate: float = 1.0,
-        routed_learning_rate: float = 1.0,
+        routed_learning_rate: float | None = None,
         teacher: Any = None,
         distill: float = 0.0,
         shard: bool = False,
@@ -145,19 +146,16 @@ class DepthTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """AdamW: matrices decay, vectors and routers do not; routers and routed layers have their own rates."""
         if self.optimizer is None:
-            decaying = set(self.get_decay_parameter_names(self.model))
-            routed = [layer for layer in decoder_layers(self.model) if isinstance(layer, RoutedLayer)]
-            in_routed = {id(parameter) for layer in routed for parameter in layer.parameters()}
+            decaying, rates = set(self.get_decay_parameter_names(self.model)), self._routed_rates()
             groups: dict[tuple[float, float], list[Any]] = {}
             for name, parameter in self.model.named_parameters():
                 if not parameter.requires_grad:
                     continue
-                decay, rate = self.args.weight_decay if name in decaying else 0.0, 1.0
+                decay, rate = self.args.weight_decay if name in decaying else 0.0, rates.get(id(parameter), 1.0)
                 if ROUTER_NAME in name:
                     decay = 0.0
-                    rate = self.predictor_learning_rate if "predictor" in name else self.router_learning_rate
-                elif id(parameter) in in_routed:
-                    rate = self.routed_learning_rate
+                    own = self.predictor_learning_rate if "predictor" in name else self.router_learning_rate
+                    rate = rate if own is None else own
                 groups.setdefault((decay, rate), []).append(parameter)
             optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = optimizer(
@@ -168,6 +166,18 @@ class DepthTrainer(Trainer):
                 **options,
             )
         return self.optimizer
+
+    def _routed_rates(self) -> dict[int, float]:
+        """Of each parameter of routed layers, as a multiple of the model's rate."""
+        rates: dict[int, float] = {}
+        capacity = 1.0
+        for layer in decoder_layers(self.model):
+            if isinstance(layer, RoutedLayer):
+                if layer.depth_router is not None:  # without one it takes whom an earlier exit has left
+                    capacity = active(layer.depth_router).capacity
+                rate = math.sqrt(capacity) if self.routed_learning_rate is None else self.routed_learning_rate
+                rates |= {id(parameter): rate for parameter in layer.parameters()}
+        return rates
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:

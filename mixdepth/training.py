@@ -230,11 +230,13 @@ def check_windows(corpus: Corpus, config: TrainConfig) -> None:
 
 
 def default_learning_rate(config: TrainConfig) -> float:
-    """8e-3 for two layers of width 64, less for wider and for deeper models: LOG.md, section 5. Of a pretrained model
-    by what is trained."""
+    """8e-3 for two layers of width 64, less for wider models and where a token passes more layers on average: LOG.md,
+    section 5. Of a pretrained model by what is trained."""
     if config.model is not None:
         return TUNING_RATES[config.method]
-    return 8e-3 * (64 / config.width) * math.sqrt(2 / config.layers)
+    routed = {} if config.depth is None else config.depth.routed_layers(config.layers)
+    passed = config.layers - sum(1 - capacity for capacity in routed.values())
+    return 8e-3 * (64 / config.width) * math.sqrt(2 / max(1, passed))
 
 
 def arguments(run: Run, config: TrainConfig, schedule: Schedule, rate: float, num_processes: int) -> TrainingArguments:

@@ -13,7 +13,7 @@ from mixdepth.data import load_corpus
 from mixdepth.run import Run
 from mixdepth.schedule import plan
 from mixdepth.trainer import DepthTrainer
-from mixdepth.training import make_model, with_shape
+from mixdepth.training import default_learning_rate, make_model, with_shape
 
 
 def test_a_run_tells_all_that_happened(finished, corpus):
@@ -106,6 +106,22 @@ def test_routers_do_not_decay_and_routed_layers_have_learning_rates_of_their_own
         expected[name] = (0.0 if is_router or parameter.ndim < 2 else 0.5, 4e-3 * rate)
     assert groups == expected
     assert {rate for _, rate in groups.values()} == {4e-3, 2e-3, 1.2e-2}
+
+    groups.clear()
+    depth = mixdepth.DepthConfig(capacity=0.25)
+    mixdepth.train(tmp_path / "usual", **{**TINY, "corpus": corpus, "steps": 2}, depth=depth)
+    for name, (_, rate) in groups.items():  # a routed layer and its router: the root of the capacity
+        assert rate == (2e-3 if ".layers.1." in name and "predictor" not in name else 4e-3), name
+
+
+def test_the_default_rate_goes_by_the_layers_that_a_token_passes():
+    def rate(depth, **shape):
+        return default_learning_rate(mixdepth.TrainConfig(steps=1, depth=depth, **shape))
+
+    assert rate(None, layers=2, width=64) == 8e-3
+    assert rate(None, layers=8, width=32) == 8e-3
+    assert rate(mixdepth.DepthConfig(capacity=0.5), layers=4, width=64) == pytest.approx(8e-3 * (2 / 3) ** 0.5)
+    assert rate(mixdepth.DepthConfig(capacity=0.1, every=1), layers=2, width=64) == 8e-3 * 2**0.5  # one, not 0.2
 
 
 def test_micro_batches_change_nothing_but_the_order_of_sums(corpus, tmp_path):
