@@ -135,7 +135,8 @@ def test_the_time_of_a_cell_counts_its_evaluation(tmp_path, corpus, monkeypatch)
 
 def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):
     variants = ["dense", "mod:capacity=0.5", "random:capacity=0.5", "mod:capacity=0.5:every=1", "mod"]
-    found = plan(tmp_path / "study", corpus, variants=variants)
+    assert all(claim.kind != "larger" for claim in plan(tmp_path / "one size", corpus, variants=variants).hypotheses)
+    found = plan(tmp_path / "study", corpus, variants=variants, sizes=3, centre=3e5, budgets=[3e9])
     claims = {(claim.kind, claim.variant, claim.against): claim for claim in found.hypotheses}
     half, random = "mod:capacity=0.5", "random:capacity=0.5"
     for key in (

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth.isoflop.curves import MIN_SIZES
 from mixdepth.isoflop.study import Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.table import short
@@ -33,7 +34,10 @@ def hypotheses(study: Study, goal: float) -> list[Hypothesis]:
         cells = [cell for cell in study.cells if cell.budget == budget]
         finished, seeds = sum(study.is_finished(cell) for cell in cells), sorted({cell.seed for cell in cells})
         variants = list(dict.fromkeys(cell.variant for cell in cells))
+        shapes = {variant: {cell.shape for cell in cells if cell.variant == variant} for variant in variants}
         for kind, variant, against, margin, is_primary, words in _claims(variants, goal):
+            if kind == "larger" and min(len(shapes[variant]), len(shapes[against])) < MIN_SIZES:
+                continue  # no optimum, no size of it
             name = f"{short(budget)}: {variant} {kind} {against}"
             family = "primary" if is_primary and not finished else "exploratory"
             claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished, seeds)
