@@ -67,9 +67,10 @@ def run(cell: dict) -> dict:
     if cell["kind"] == "dense":
         settings["depth"] = None
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"warmup": 0.05, "flops": BUDGETS[cell["layers"], cell["width"]], **settings}
-        heads = cell["width"] // 32  # as the default was then
-        done = mixdepth.train(folder, eval_windows=512, save_every=10**9, heads=heads, **settings)
+        # heads and rates as the defaults were then
+        usual = {"heads": cell["width"] // 32, "routed_learning_rate": 1.0, "router_learning_rate": 1.0, "warmup": 0.05}
+        settings = {**usual, "flops": BUDGETS[cell["layers"], cell["width"]], **settings}
+        done = mixdepth.train(folder, eval_windows=512, save_every=10**9, **settings)
         return {**cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
 
 

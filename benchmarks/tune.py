@@ -18,6 +18,7 @@ from machine import describe, header, row
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "width": 64, "save_every": 10**9, "log_every": 100}
+COMMON |= {"routed_learning_rate": 1.0, "router_learning_rate": 1.0}
 DEFAULTS = {"flops": 3e12, "batch_size": 4, "learning_rate": 8e-3, "warmup": 0.1, "seed": 0, "eval_windows": 2048}
 LONG = {"flops": 1e13, "compile": True}
 FINE = {"warmup": 0.3, "eval_windows": 4096}
