@@ -83,6 +83,11 @@ CELLS = [
     {**THRESHOLD, "routed_learning_rate": 0.35, "router_learning_rate": 1.0},
     {**THRESHOLD, **HALF_RATE, "depth": {"causal": "threshold", "capacity": 0.25}},
     {**NARROW, **SLOWER, "depth": {"causal": "predictor"}},
+    *(
+        {**THRESHOLD, "routed_learning_rate": rate, "router_learning_rate": rate}
+        | {"depth": {"causal": "threshold", "capacity": capacity}}
+        for capacity, rate in ((0.03125, 0.18), (0.0625, 0.25))
+    ),
     # how far seeds differ, on seeds that the study does not have
     *({**kind, "seed": seed} for seed in (10, 11) for kind in (THRESHOLD, {**NARROW, **DENSE})),
     # the rate once more, for both, around the best
