@@ -3,8 +3,11 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+RESTORE = "restore it, or begin anew in another folder"
 
 
 def as_json(value: Any) -> str:
@@ -42,13 +45,23 @@ def write_text(path: str | Path, text: str) -> None:
         raise
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, keys: Sequence[str] = (), way_out: str = RESTORE) -> Any:
+    """What a file says; if `keys` are given, an object that has them all."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or begin anew in another folder") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}): {way_out}") from error
+    check_keys(value, keys, path, way_out)
+    return value
+
+
+def check_keys(value: Any, keys: Sequence[str], path: Path, way_out: str = RESTORE) -> None:
+    """Refuse a part of a file that is no object with these keys."""
+    missing = [key for key in keys if not isinstance(value, dict) or key not in value]
+    if missing:
+        raise ValueError(f"{str(path)!r} is damaged (it has no {missing[0]!r}): {way_out}")
 
 
 def tell(sentence: str) -> None:

@@ -51,14 +51,14 @@ class Run:
     @property
     def about(self) -> dict[str, Any]:
         """What run.json says."""
-        about: dict[str, Any] = read_json(self.folder / SETTINGS)
+        about: dict[str, Any] = read_json(self.folder / SETTINGS, keys=("settings", "corpus_digest", "versions"))
         return about
 
     @property
     def result(self) -> dict[str, Any] | None:
         """What a finished run came to; None while it is not finished."""
         path = self.folder / RESULT
-        return read_json(path) if path.exists() else None
+        return read_json(path, keys=("validation_loss",)) if path.exists() else None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ class Run:
 
     def is_of(self, config: TrainConfig) -> bool:
         """Whether this run was one of these settings."""
-        before, now = _flat(self.settings.to_dict()), _flat(config.to_dict())
-        return all(before.get(name) == value for name, value in now.items() if name not in MAY_DIFFER)
+        same = dict.fromkeys(MAY_DIFFER)
+        return self.settings.to_dict() | same == config.to_dict() | same
 
     def _check_same(self, about: dict[str, Any]) -> None:
         old = self.about

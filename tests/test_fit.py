@@ -8,7 +8,7 @@ import xml.dom.minidom
 import numpy as np
 import pytest
 
-from mixdepth import isoflop
+from mixdepth import TrainConfig, isoflop
 from mixdepth.isoflop import Cell, Hypothesis, Study
 from mixdepth.isoflop.curves import lowest
 from mixdepth.isoflop.plan import ladder
@@ -24,7 +24,7 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
             layers, width = map(int, shape.split("x"))
             for seed in seeds:
                 name = f"{budget}/{variant}/{shape}/seed{seed}"
-                settings = {"layers": layers, "width": width, "eval_windows": 8}
+                settings = TrainConfig(layers=layers, width=width, steps=10, seed=seed, depth=None).to_dict()
                 cells.append(
                     Cell(name, budget, variant, seed, ladder(4)[index], settings, int(size), 2 * size, 10, 10, 0.1, 1.0)
                 )
@@ -33,6 +33,8 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
                 value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
                 result = {"validation_loss": value, "validation_lookahead_loss": value * (1 - 1e-3 * (1 + seed / 10))}
                 (run / "result.json").write_text(json.dumps(result))
+                about = {"settings": settings, "corpus_digest": "digest", "versions": {}}
+                (run / "run.json").write_text(json.dumps(about))
     Study(folder, "digest", [], cells, list(hypotheses)).write()
     return folder
 
@@ -299,8 +301,51 @@ def test_a_damaged_plan_is_named(tmp_path):
     content = json.loads((folder / "study.json").read_text())
     for damage, message in (
         ({"format": 9}, "has the format 9"),
-        ({"cells": [{"name": "x"}]}, "is not as mixdepth isoflop plan writes it"),
+        ({"cells": [{"name": "x"}]}, r"is not as mixdepth isoflop plan writes it \(.*: restore it, or plan anew"),
+        ({"cells": 3}, "is not as mixdepth isoflop plan writes it"),
+        ({"cells": [{**content["cells"][0], "settings": {"width": 16}}]}, r"is damaged \(it has no 'layers'\)"),
+        (
+            {"cells": [{**content["cells"][0], "settings": []}]},
+            r"is damaged \(it has no 'layers'\): restore it, or plan",
+        ),
     ):
         (folder / "study.json").write_text(json.dumps({**content, **damage}))
         with pytest.raises(ValueError, match=message):
             Study.read(folder)
+    (folder / "study.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"study.json' is damaged \(it has no 'format'\): restore it, or plan anew"):
+        Study.read(folder)
+
+
+def without(fitted, part, *keys):
+    """A fit of which one part of the first curve lacks something."""
+    (curve,) = fitted["curves"]
+    inner = {name: value for name, value in (curve[part] if keys else curve).items() if name not in (*keys, part)}
+    return {"curves": [{**curve, part: inner} if keys else inner]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda fitted: [],
+        lambda fitted: {},
+        lambda fitted: {"curves": []},
+        lambda fitted: {"curves": 3},
+        lambda fitted: {"curves": [3]},
+        lambda fitted: without(fitted, "budget"),
+        lambda fitted: without(fitted, "parabola"),
+        lambda fitted: without(fitted, "best", "shape"),
+        lambda fitted: without(fitted, "optimum", "loss"),
+        lambda fitted: {"curves": [{**fitted["curves"][0], "points": [{}]}]},
+    ],
+)
+def test_a_damaged_fit_is_named(damage, tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1)}, seeds=(0,))
+    isoflop.fit(folder)
+    path = folder / "fit.json"
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it anew"):
+        isoflop.plot(folder)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it anew"):
+        isoflop.plot(folder)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,6 +247,84 @@ def test_a_failed_cell_says_why_and_the_others_go_on(study, tmp_path, corpus):
     assert [entry["cell"] for entry in isoflop.fit(folder, split="test").left_out] == [diverged.name]
 
 
+def test_folders_of_other_runs_and_damaged_files_are_said_and_the_other_cells_go_on(study, tmp_path, corpus):
+    folder = shutil.copytree(study, tmp_path / "study")
+    found = plan(folder, corpus, seeds=[0, 7])
+    dense, mod, half, again = (folder / "cells" / cell.name for cell in found.cells)
+    shutil.rmtree(mod)
+    shutil.copytree(dense, mod)
+    (dense / "result.json").write_text('{"validation_loss": 3.')
+    half.mkdir()
+    (half / "run.json").write_text("{}")
+    found.beside(found.cells[3], "failed.json").write_text("{}")
+    assert f"{again}.failed.json' is damaged (it has no 'reason')" in found.failure(found.cells[3])
+    before = {path: path.read_bytes() for run in (dense, mod, half) for path in run.rglob("*.*") if path.is_file()}
+    ran = call("isoflop", "run", str(folder), "--workers", "2")
+    assert ran.returncode == 2
+    assert "1 of 4 runs are finished" in ran.stdout
+    assert "3 of 4 cells failed; each says why" in ran.stderr.splitlines()[-1]
+    written = [json.loads(found.beside(cell, "failed.json").read_text())["reason"] for cell in found.cells[:3]]
+    assert f"{dense}/result.json' is damaged" in written[0]
+    assert f"{mod}' holds a run of a dense model" in written[1]
+    assert f"{half}/run.json' is damaged" in written[2]
+    assert {path: path.read_bytes() for path in before} == before
+    told = [written[0], "its folder holds a run of other settings", written[2]]
+    names = [cell.name for cell in found.cells[:3]]
+    assert isoflop.fit(folder).left_out == [
+        {"cell": name, "reason": reason} for name, reason in zip(names, told, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("result.json", "[]", "result.json' is damaged (it has no 'validation_loss')"),
+        ("result.json", "{}", "result.json' is damaged (it has no 'validation_loss')"),
+        ("result.json", "", "result.json' is damaged (Expecting value"),
+        ("run.json", "[]", "run.json' is damaged (it has no 'settings')"),
+        ("run.json", None, "is not the folder of a run: it has no run.json"),
+        ("run.json", {"seed": 1}, "its folder holds a run of other settings"),
+        ("run.json", {"depth": DepthConfig().to_dict()}, "its folder holds a run of other settings"),
+        ("run.json", {"layers": "two"}, "layers must be a whole number of at least 1, not 'two'"),
+    ],
+)
+def test_a_result_counts_as_the_cell_s_own_alone(file, content, reason, study, tmp_path):
+    folder = shutil.copytree(study, tmp_path / "study")
+    found = Study.read(folder)
+    path = folder / "cells" / found.cells[0].name / file
+    about = json.loads(path.read_text())
+    path.unlink()
+    if isinstance(content, dict):
+        path.write_text(json.dumps({**about, "settings": {**about["settings"], **content}}))
+    elif content is not None:
+        path.write_text(content)
+    assert reason in found.failure(found.cells[0])
+    assert (found.is_finished(found.cells[0]), found.is_settled(found.cells[0])) == (False, False)
+    assert (found.is_finished(found.cells[1]), found.failure(found.cells[1])) == (True, None)
+    (left_out,) = isoflop.fit(folder).left_out
+    assert left_out["cell"] == found.cells[0].name
+    assert reason in left_out["reason"]
+
+
+def test_the_cells_of_our_own_study_count():
+    found = Study.read(Path(__file__).parents[1] / "studies" / "bytes")
+    finished = [cell for cell in found.cells if (found.run_of(cell).folder / "result.json").exists()]
+    assert finished
+    assert [found.failure(cell) for cell in finished] == [None] * len(finished)
+
+
+def test_how_a_run_was_computed_is_no_other_setting(study, tmp_path):
+    folder = shutil.copytree(study, tmp_path / "study")
+    found = Study.read(folder)
+    path = folder / "cells" / found.cells[0].name / "run.json"
+    about = json.loads(path.read_text())
+    about["settings"] |= {"compile": True, "micro_batch_size": 2}
+    del about["settings"]["routed_learning_rate"]  # an older version had none
+    path.write_text(json.dumps(about))
+    assert found.failure(found.cells[0]) is None
+    assert found.is_finished(found.cells[0])
+
+
 def test_a_process_that_was_killed_is_named(tmp_path):
     log = tmp_path / "log"
     log.write_text("step 1\nmixdepth: the disk is full\n\n")
@@ -313,6 +392,12 @@ def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_pa
     killed = copied("killed", "test.json")  # before it was written
     isoflop.run(killed)
     assert (killed / "cells" / first.name / "test.json").exists()
+    damaged = copied("damaged")
+    (damaged / "cells" / first.name / "test.json").write_text("{}")
+    assert isoflop.fit(damaged, split="test") == fitted  # its weights are there
+    lost = copied("lost", "*.safetensors")
+    (lost / "cells" / first.name / "test.json").write_text("[]")
+    assert [entry["cell"] for entry in isoflop.fit(lost, split="test").left_out] == [first.name]
     plan(killed, corpus, seeds=2)
     with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
         isoflop.fit(killed, split="test")

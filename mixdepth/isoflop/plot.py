@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 
 from mixdepth.data import HELD_OUT
-from mixdepth.files import read_json
+from mixdepth.files import check_keys, read_json
 from mixdepth.isoflop.study import FITS, Study
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.report.figures import DASHES, FAINT, drawing, look, panels, save
 from mixdepth.table import short
+
+CURVE = ("budget", "variant", "points", "best", "optimum", "parabola")
+POINT = ("parameters", "flops_per_token", "loss")
+"""What is drawn of a curve, and of each of its points."""
 
 
 def plot(folder: str | Path, split: str = "validation") -> list[Path]:
@@ -21,9 +25,7 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     path = study.folder / FITS[split]
     if not path.exists():
         raise ValueError(f"{str(folder)!r} has no {path.name}: mixdepth isoflop fit {folder} makes it")
-    curves = read_json(path).get("curves")
-    if not curves:
-        raise ValueError(f"{str(path)!r} is damaged: mixdepth isoflop fit {folder} makes it anew")
+    curves = _curves(path, f"mixdepth isoflop fit {folder} makes it anew")
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
     looks = {name: look(index) for index, name in enumerate(variants)}
@@ -34,6 +36,19 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     if any(len(curve["points"]) > 1 for curve in curves):
         drawn.append(save(_budgets(curves, looks, split), study.folder, "budgets" + ending))
     return [path for paths in drawn for path in paths]
+
+
+def _curves(path: Path, way_out: str) -> list[dict[str, Any]]:
+    curves: list[dict[str, Any]] = read_json(path, ("curves",), way_out)["curves"]
+    if not isinstance(curves, list) or not curves:
+        raise ValueError(f"{str(path)!r} is damaged (it has no curves): {way_out}")
+    for curve in curves:
+        check_keys(curve, CURVE, path, way_out)
+        check_keys(curve["best"], (*POINT, "shape"), path, way_out)
+        check_keys(curve["optimum"], ("parameters", "loss"), path, way_out)
+        for point in curve["points"]:
+            check_keys(point, (*POINT, "losses"), path, way_out)
+    return curves
 
 
 @drawing

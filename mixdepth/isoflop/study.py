@@ -15,13 +15,18 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mixdepth.files import read_json, write_json
-from mixdepth.run import SETTINGS, Run
+from mixdepth.files import check_keys, read_json, write_json
+from mixdepth.run import RESULT, Run
+from mixdepth.settings import TrainConfig
+from mixdepth.trainer import DIVERGED
 
 STUDY, CELLS, TEST = "study.json", "cells", "test.json"
 FAILED, LOG = "failed.json", "log"
 FITS = {"validation": "fit.json", "test": "fit-test.json"}
 FORMAT = 2
+READ = ("layers", "width", "context", "learning_rate", "eval_windows")
+"""What a cell's settings say at least; an older version may not have known the others."""
+NOT_A_NUMBER = "it diverged: its loss is not a number"
 
 
 class Cell(NamedTuple):
@@ -86,15 +91,18 @@ class Study(NamedTuple):
         path = Path(folder) / STUDY
         if not path.is_file():
             raise ValueError(f"{str(folder)!r} is not a study: it has no {STUDY}; make one with mixdepth isoflop plan")
-        content = read_json(path)
+        way_out = "restore it, or plan anew in another folder"
+        content = read_json(path, ("format",), way_out)
+        if content["format"] != FORMAT:
+            raise ValueError(f"{str(path)!r} has the format {content['format']!r}; this version reads {FORMAT}")
         try:
-            if content["format"] != FORMAT:
-                raise ValueError(f"{str(path)!r} has the format {content['format']!r}; this version reads {FORMAT}")
             cells = [Cell(**cell) for cell in content["cells"]]
             hypotheses = [Hypothesis(**hypothesis) for hypothesis in content["hypotheses"]]
+            for cell in cells:
+                check_keys(cell.settings, READ, path, way_out)
             return cls(Path(folder), content["corpus_digest"], content["plans"], cells, hypotheses)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is not as mixdepth isoflop plan writes it ({error})") from error
+            raise ValueError(f"{str(path)!r} is not as mixdepth isoflop plan writes it ({error}): {way_out}") from error
 
     def write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,26 +115,28 @@ class Study(NamedTuple):
         return Run(self.folder / CELLS / cell.name)
 
     def is_finished(self, cell: Cell) -> bool:
-        return self.run_of(cell).result is not None
+        """Whether it has a result, and that is its own; it may be that it diverged."""
+        return (self.run_of(cell).folder / RESULT).exists() and self.failure(cell) in (None, NOT_A_NUMBER)
 
     def is_settled(self, cell: Cell) -> bool:
         """Whether it is finished, or has diverged, as it would again."""
-        path = self.beside(cell, FAILED)
-        return self.is_finished(cell) or (path.exists() and bool(read_json(path).get("diverged")))
+        return self.is_finished(cell) or DIVERGED in (self.failure(cell) or "")
 
     def failure(self, cell: Cell) -> str | None:
-        """Why a cell that is not finished failed last, or why a finished one does not count."""
-        run = self.run_of(cell)
-        result = run.result
-        if result is None:
-            path = self.beside(cell, FAILED)
-            return str(read_json(path)["reason"]) if path.exists() else None
-        losses = [result.get("validation_loss"), result.get("validation_lookahead_loss", 0.0)]
-        if not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
-            return "it diverged: its loss is not a number"
-        if (run.folder / SETTINGS).exists() and run.about["corpus_digest"] != self.corpus_digest:
-            return "it was trained on another text than the study's"
-        return None
+        """Why a cell that has no result failed last, or why its result does not count."""
+        run, path = self.run_of(cell), self.beside(cell, FAILED)
+        try:
+            result = run.result
+            if result is None:
+                return str(read_json(path, keys=("reason",))["reason"]) if path.exists() else None
+            if not run.is_of(TrainConfig.from_dict(cell.settings)):
+                return "its folder holds a run of other settings"
+            if run.about["corpus_digest"] != self.corpus_digest:
+                return "it was trained on another text than the study's"
+        except (TypeError, ValueError) as error:  # a file of its is damaged
+            return str(error)
+        losses = [result["validation_loss"], result.get("validation_lookahead_loss", 0.0)]
+        return None if all(isinstance(loss, float) and math.isfinite(loss) for loss in losses) else NOT_A_NUMBER
 
     def beside(self, cell: Cell, ending: str) -> Path:
         """A file of the study's about a cell, beside the run's own folder."""
