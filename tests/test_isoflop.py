@@ -9,16 +9,18 @@ import signal
 import sys
 import time
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
+import psutil
 import pytest
 from corpora import call, documents, start, write_folder
 from filelock import FileLock
 
 from mixdepth import DepthConfig, TrainConfig, count_flops, isoflop, train
-from mixdepth.isoflop import Study
+from mixdepth.isoflop import Study, runner
 from mixdepth.isoflop.plan import ladder, shapes_near
-from mixdepth.isoflop.runner import _reason
+from mixdepth.isoflop.runner import _local, _reason
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.run import Run
 from mixdepth.training import make_model
@@ -50,6 +52,23 @@ def study(tmp_path_factory, corpus):
 def plan(folder, corpus, **options):
     asked = {"budgets": [3e8], "variants": ["dense", "mod"], "seeds": 1, "sizes": 1, "centre": CENTRE}
     return isoflop.plan(folder, **{**asked, **SMALL, "corpus": corpus, **options})
+
+
+def processes_of(folder):
+    """Those that run a cell of the study."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if {"--cell", str(folder)} <= set(process.info["cmdline"] or ())]
+
+
+def once_begun(run, act):
+    """Act when a run has its first checkpoint, whatever this thread does meanwhile."""
+
+    def wait():
+        while not run.folder.is_dir() or not run.checkpoints():
+            time.sleep(0.05)
+        act()
+
+    Thread(target=wait, daemon=True).start()
 
 
 def test_variants_are_named_by_what_they_set():
@@ -325,6 +344,37 @@ def test_how_a_run_was_computed_is_no_other_setting(study, tmp_path):
     assert found.is_finished(found.cells[0])
 
 
+def test_why_a_cell_failed_is_written_for_a_scheduler_too(tmp_path, corpus, monkeypatch):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus, variants=["dense"])
+    (cell,) = found.cells
+    in_the_way = folder / "cells" / cell.name / "letter.txt"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("mine")
+    with pytest.raises(ValueError, match=r"holds 'letter.txt' and no run.json") as raised:
+        isoflop.run(folder, cell=cell.name)
+    failed = found.beside(cell, "failed.json")
+    assert json.loads(failed.read_text()) == {"reason": str(raised.value), "code": None, "diverged": False}
+    in_the_way.unlink()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "train", stop)
+    with pytest.raises(KeyboardInterrupt):
+        isoflop.run(folder, cell=cell.name)
+    assert not failed.exists()  # to be stopped is no failure
+
+    def overtake(*given):
+        failed.write_text('{"reason": "another process is training"}')  # a second one came, and found this one
+        return train(*given)
+
+    monkeypatch.setattr(runner, "train", overtake)
+    isoflop.run(folder, cell=cell.name)
+    assert found.is_finished(cell)
+    assert not failed.exists()
+
+
 def test_a_process_that_was_killed_is_named(tmp_path):
     log = tmp_path / "log"
     log.write_text("step 1\nmixdepth: the disk is full\n\n")
@@ -353,18 +403,83 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     assert run.result is not None
 
 
-def test_cells_run_on_ray(study, tmp_path, corpus):
+def test_a_cell_that_somebody_ends_has_failed(tmp_path, corpus, capsys):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus, budgets=[1e10], variants=["dense"], save_every=20)
+    (cell,) = found.cells
+    once_begun(found.run_of(cell), lambda: [process.terminate() for process in processes_of(folder)])
+    isoflop.run(folder)
+    assert found.failure(cell) == "its process was ended by SIGTERM"
+    assert not found.is_finished(cell)
+    said = capsys.readouterr().err
+    assert "failed: its process was ended by SIGTERM" in said
+    assert "1 of 1 runs, 1 failed" in said
+    assert "study: 100%" not in said
+
+
+def test_a_cell_that_is_just_beginning_is_stopped_too(tmp_path, corpus):
+    found = plan(tmp_path / "study", corpus, budgets=[1e10], variants=["dense"])
+    with _local(found, 1) as (_, begin, _):
+        begin(found.cells[0])
+    assert not found.is_finished(found.cells[0])
+    assert found.failure(found.cells[0]) is None
+    assert processes_of(found.folder) == []
+
+
+def test_a_cell_that_is_ended_just_before_its_study_is_stopped_has_not_failed(tmp_path, corpus):
+    found = plan(tmp_path / "study", corpus, variants=["dense"])
+    (cell,) = found.cells
+    stopping = Event()
+    thread = Thread(target=runner.attempt, args=(str(found.folder), cell.name, stopping))
+    thread.start()
+    while not processes_of(found.folder):
+        time.sleep(0.02)
+    processes_of(found.folder)[0].terminate()  # as `kill` of a group does, or a machine that goes down
+    while processes_of(found.folder):
+        time.sleep(0.02)
+    time.sleep(0.2)
+    stopping.set()
+    thread.join()
+    assert found.failure(cell) is None
+
+
+@pytest.fixture(scope="module")
+def cluster():
     import ray
 
-    folder = shutil.copytree(study, tmp_path / "study")
-    found = plan(folder, corpus, variants=["random"])
-    assert [found.is_finished(cell) for cell in found.cells] == [True, True, False]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
+    signal.signal(signal.SIGINT, before)
+    yield
+    ray.shutdown()
+
+
+def test_cells_run_on_ray_and_one_that_fails_says_why(study, tmp_path, corpus, cluster, monkeypatch):
+    folder = shutil.copytree(study, tmp_path / "study")
+    found = plan(folder, corpus, variants=["random", "mod:capacity=0.5"])
+    *_, lost, last = found.cells
+    real = runner.attempt
+
+    def attempt(where, name):  # the first is on a machine that does not see the folder
+        real("nowhere" if name == lost.name else where, name)
+
+    monkeypatch.setattr(runner, "attempt", attempt)
+    isoflop.run(folder, engine="ray")
+    assert "'nowhere' is not a study: it has no study.json" in found.failure(lost)
+    assert found.is_finished(last)
+
+
+def test_a_study_on_ray_that_is_stopped_stops_its_cells(tmp_path, corpus, cluster):
+    folder = tmp_path / "study"
+    found = plan(folder, corpus, budgets=[1e10], variants=["dense"], save_every=20)
+    (cell,) = found.cells
+    once_begun(found.run_of(cell), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
         isoflop.run(folder, engine="ray")
-    finally:
-        ray.shutdown()
-    assert all(found.is_finished(cell) for cell in found.cells)
+    psutil.wait_procs(processes_of(folder), timeout=5)
+    assert processes_of(folder) == []
+    assert not found.is_finished(cell)
+    assert found.failure(cell) is None
 
 
 def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_path):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from mixdepth.training import corpus_of, train
 
 ENGINES = ("local", "ray")
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_STOP = 10.0
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
-"""How a process ends that was stopped by hand: nothing has failed."""
+"""How a process ends that was stopped: with the whole study, which is no failure, or alone."""
 
 Start = Callable[[Cell], Any]
 """Begins a cell, and gives what to wait for."""
@@ -55,10 +57,7 @@ def run(folder: str | Path, *, workers: int | None = None, engine: str = "local"
     if workers is not None:
         check_integer("workers", workers, minimum=1)
     if cell is not None:
-        chosen = study.find(cell)
-        _check_corpus(study, chosen)
-        train(study.run_of(chosen).folder, TrainConfig.from_dict(chosen.settings))
-        sealed_losses(study, chosen)
+        _run_here(study, study.find(cell))
         return study
     lock = FileLock(study.folder / ".running.lock")
     try:
@@ -70,7 +69,8 @@ def run(folder: str | Path, *, workers: int | None = None, engine: str = "local"
         left.sort(key=lambda cell: (cell.budget, cell.seed))  # a whole curve of one seed says more than half of three
         if left:
             _check_corpus(study, left[0])
-            with (_local if engine == "local" else _ray)(study, workers) as (number, start, look):
+            engaged = _local if engine == "local" else _ray
+            with engaged(study, workers) as (number, start, look), _stopped_by_terminate():
                 _run_all(study, left, number, start, look)
     finally:
         lock.release()
@@ -84,6 +84,26 @@ def _check_corpus(study: Study, cell: Cell) -> None:
             f"the corpus {config.corpus!r} is not the text that the study in {str(study.folder)!r} was planned on "
             "(other versions?): plan a new study"
         )
+
+
+def _run_here(study: Study, cell: Cell) -> None:
+    failed = study.beside(cell, FAILED)
+    failed.unlink(missing_ok=True)
+    try:
+        _check_corpus(study, cell)
+        train(study.run_of(cell).folder, TrainConfig.from_dict(cell.settings))
+        sealed_losses(study, cell)
+    except (ValueError, OSError) as error:
+        _write_failure(study, cell, str(error))
+        raise
+    failed.unlink(missing_ok=True)  # somebody else may have tried meanwhile
+
+
+def _write_failure(study: Study, cell: Cell, reason: str, code: int | None = None) -> None:
+    path = study.beside(cell, FAILED)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"reason": reason, "code": code, "diverged": DIVERGED in reason})
 
 
 def _run_all(study: Study, cells: list[Cell], workers: int, start: Start, look: Look) -> None:
@@ -116,15 +136,16 @@ def _progress(study: Study, cell: Cell) -> int:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
             lines = file.read().split(b"\n")[:-1]
         return int(next(line["flops"] for line in map(json.loads, reversed(lines)) if "flops" in line))
-    except (OSError, StopIteration, ValueError):
+    except (OSError, StopIteration, TypeError, ValueError):
         return 0  # it has not begun
 
 
-def attempt(folder: str, name: str, processes: "set[subprocess.Popen[bytes]] | None" = None) -> None:
-    """Run a cell in a process of its own, which is in `processes` meanwhile; if it fails, write down why."""
+def attempt(folder: str, name: str, stopping: threading.Event | None = None) -> None:
+    """Run a cell in a process of its own, which ends early if all is `stopping`; if it dies without a word, say how."""
     study = Study.read(folder)
     cell = study.find(name)
     log, failed = study.beside(cell, LOG), study.beside(cell, FAILED)
+    stopping = stopping or threading.Event()
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         failed.unlink(missing_ok=True)
@@ -132,13 +153,16 @@ def attempt(folder: str, name: str, processes: "set[subprocess.Popen[bytes]] | N
             command = [sys.executable, "-m", "mixdepth", "isoflop", "run", folder, "--cell", name]
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-            processes = set() if processes is None else processes
-            processes.add(process)
+            try:
+                while process.poll() is None and not stopping.wait(0.1):
+                    pass  # not process.wait(): Ray stops a task between two lines of Python
+            finally:
+                process.terminate()  # no Ctrl-C: children of a shell's background job do not hear it
             code = process.wait()
-            processes.discard(process)
-        if code and code not in STOPPED:
-            reason = _reason(log, code)
-            write_json(failed, {"reason": reason, "code": code, "diverged": DIVERGED in reason})
+    # Whoever stops all of a group or of a machine may reach the cell before the study: it is given a moment to hear.
+    is_stopped = stopping.wait(SECONDS_BETWEEN_LOOKS if code in STOPPED else 0)
+    if code and not is_stopped and not failed.exists():
+        _write_failure(study, cell, _reason(log, code), code)
 
 
 def _reason(log: Path, code: int) -> str:
@@ -153,10 +177,10 @@ def _reason(log: Path, code: int) -> str:
 def _local(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]:
     workers = workers or default_workers()
     pool = ThreadPoolExecutor(workers)
-    processes: set[subprocess.Popen[bytes]] = set()
+    stopping = threading.Event()
 
     def start(cell: Cell) -> "Future[None]":
-        return pool.submit(attempt, str(study.folder), cell.name, processes)
+        return pool.submit(attempt, str(study.folder), cell.name, stopping)
 
     def look(tasks: list[Any]) -> list[Any]:
         done = wait(tasks, timeout=SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED).done
@@ -165,11 +189,9 @@ def _local(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look
         return list(done)
 
     try:
-        with _stopped_by_terminate():
-            yield workers, start, look
+        yield workers, start, look
     finally:
-        for process in list(processes):  # whoever was stopped alone stops them too; they keep their checkpoints
-            process.terminate()  # no Ctrl-C: children of a shell's background job do not hear it
+        stopping.set()  # whoever was stopped alone stops the cells too; they keep their checkpoints
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -202,8 +224,13 @@ def _ray(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]
         ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS or of this machine, or a new one
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
-    task = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), max_retries=0)(attempt)
     running: dict[Any, Cell] = {}
+
+    def work(folder: str, name: str) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # by which Ray cancels; off in a shell's background
+        attempt(folder, name)
+
+    task = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), max_retries=0)(work)
 
     def start(cell: Cell) -> Any:
         reference = task.remote(str(study.folder.absolute()), cell.name)
@@ -216,9 +243,8 @@ def _ray(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]
             cell = running.pop(reference)
             try:
                 ray.get(reference)
-            except ray.exceptions.RayError as error:  # a machine was lost
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                write_json(study.beside(cell, FAILED), {"reason": reason, "code": None, "diverged": False})
+            except ray.exceptions.RayError as error:  # a machine was lost, or does not see the folder
+                _write_failure(study, cell, (str(error).strip().splitlines() or [type(error).__name__])[-1])
         return list(done)
 
     try:
@@ -226,5 +252,7 @@ def _ray(study: Study, workers: int | None) -> Iterator[tuple[int, Start, Look]]
     finally:
         for reference in running:  # and no other: to cancel what has just ended can end this process too
             ray.cancel(reference)
+        if running:
+            ray.wait([*running], num_returns=len(running), timeout=SECONDS_TO_STOP)
         if began:
             ray.shutdown()
