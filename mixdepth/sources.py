@@ -47,6 +47,11 @@ def absolute(source: str) -> str:
     return source if source in BUILT_IN or source.startswith(HUB) else os.path.abspath(source)
 
 
+def absolute_tokenizer(name: str) -> str:
+    """The same for a tokenizer, which is a folder if there is one and its name means nothing else."""
+    return os.path.abspath(name) if name != "bytes" and os.path.isdir(name) else name
+
+
 def open_source(source: str, text_field: str) -> Documents:
     """Find the documents that `source` means, see `load_corpus`."""
     path = Path(source)

@@ -23,6 +23,7 @@ from mixdepth.isoflop.plan import ladder, shapes_near
 from mixdepth.isoflop.runner import _local, _reason
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.run import Run
+from mixdepth.tokens import train_bpe
 from mixdepth.training import make_model
 
 SMALL = {"context": 32, "batch_size": 4, "validation": 0.1, "test": 0.1, "eval_windows": 8, "save_every": 1000}
@@ -217,6 +218,15 @@ def test_a_plan_that_cannot_be_is_refused_and_leaves_nothing(options, message, t
     with pytest.raises(ValueError, match=message):
         plan(tmp_path / "study", corpus, **options)
     assert not (tmp_path / "study" / "study.json").exists()
+
+
+def test_a_tokenizer_in_a_folder_is_found_from_every_folder(tmp_path, corpus, monkeypatch):
+    train_bpe(documents(5), 300).save_pretrained(tmp_path / "own")
+    (tmp_path / "bytes").mkdir()  # a study's, say
+    monkeypatch.chdir(tmp_path)
+    for given, planned in (("own", str(tmp_path / "own")), ("bytes", "bytes"), ("bpe:300", "bpe:300")):
+        found = plan(tmp_path / "studies" / given, corpus, variants=["dense"], tokenizer=given)
+        assert found.cells[0].settings["tokenizer"] == planned
 
 
 def test_what_is_named_twice_is_planned_once(tmp_path, corpus):

@@ -30,7 +30,7 @@ from mixdepth.router import update_routers
 from mixdepth.run import writing
 from mixdepth.settings import MAY_DIFFER, NOT_COMMON, STUDY_DEFAULTS, TrainConfig
 from mixdepth.shape import default_heads
-from mixdepth.sources import absolute
+from mixdepth.sources import absolute, absolute_tokenizer
 from mixdepth.table import columns, short
 from mixdepth.training import check_windows, corpus_of, default_learning_rate, make_model
 
@@ -78,7 +78,7 @@ def plan(
         raise ValueError(f"goal must be a share of the loss in [0, 1), not {goal!r}")
     seeds = _seeds(seeds)
     common = TrainConfig.from_dict({"steps": 1, "depth": None, **STUDY_DEFAULTS, **settings})
-    common = replace(common, corpus=absolute(common.corpus))
+    common = replace(common, corpus=absolute(common.corpus), tokenizer=absolute_tokenizer(common.tokenizer))
     corpus = corpus_of(common)
     _check_text(corpus, common)
     folder = Path(out)
