@@ -217,7 +217,7 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
 def test_a_plan_that_cannot_be_is_refused_and_leaves_nothing(options, message, tmp_path, corpus):
     with pytest.raises(ValueError, match=message):
         plan(tmp_path / "study", corpus, **options)
-    assert not (tmp_path / "study" / "study.json").exists()
+    assert not (tmp_path / "study").exists()
 
 
 def test_a_tokenizer_in_a_folder_is_found_from_every_folder(tmp_path, corpus, monkeypatch):

@@ -84,6 +84,10 @@ def plan(
     folder = Path(out)
     if (folder / FITS["test"]).exists():
         raise ValueError(f"the test text of the study in {str(out)!r} has been opened: choose another --out")
+    new = []
+    for budget, variant in itertools.product(dict.fromkeys(map(float, budgets)), parsed):
+        middle = centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
+        new += _cells(budget, variant, ladder(sizes), middle, seeds, common, corpus, "log_every" in settings)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
@@ -93,18 +97,7 @@ def plan(
                 f"the study in {str(out)!r} is on another text than {common.corpus!r}: choose another --out"
             )
         _check_common(old, common)
-        new = []
-        for budget, variant in itertools.product(dict.fromkeys(map(float, budgets)), parsed):
-            middle = centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
-            new += _cells(budget, variant, ladder(sizes), middle, seeds, common, corpus, "log_every" in settings)
-        added = _added(old.cells, new)
-        times: dict[tuple[str, str], float] = {}
-        for index, cell in enumerate(added):
-            key = (cell.variant, cell.shape)
-            if key not in times:
-                tell(f"timing {cell.variant} {cell.shape}")
-                times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
-            added[index] = cell._replace(seconds=(cell.steps + steps_of_evaluation(cell, corpus)) * times[key])
+        added = _timed(_added(old.cells, new), corpus, tell)
         asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes, "goal": goal}
         asked |= {"centre": centre, "finished_before": sum(map(old.is_finished, old.cells)), **settings}
         study = old._replace(plans=[*old.plans, asked], cells=[*old.cells, *added])
@@ -224,6 +217,20 @@ def _of_a_point(cell: Cell) -> dict[str, Any]:
     """The settings that its losses depend on, but for chance."""
     settings = {name: value for name, value in cell.settings.items() if name not in (*MAY_DIFFER, "seed", "log_every")}
     return settings if settings["depth"] is None else {**settings, "depth": {**settings["depth"], "seed": None}}
+
+
+def _timed(cells: list[Cell], corpus: Corpus, tell: Callable[[str], None]) -> list[Cell]:
+    """With the seconds that each is expected to take."""
+    times: dict[tuple[str, str], float] = {}
+    for cell in cells:
+        key = (cell.variant, cell.shape)
+        if key not in times:
+            tell(f"timing {cell.variant} {cell.shape}")
+            times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
+    return [
+        cell._replace(seconds=(cell.steps + steps_of_evaluation(cell, corpus)) * times[cell.variant, cell.shape])
+        for cell in cells
+    ]
 
 
 def ladder(sizes: int) -> list[float]:
