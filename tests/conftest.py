@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import os
+import re
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
 # Some virtual machines announce AMX and trap on its instructions: bf16 products do without it here.
@@ -13,7 +14,7 @@ os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), 
 import pytest
 import torch
 import transformers
-from corpora import TINY, documents, write_folder
+from corpora import CENTRE, SMALL, TINY, call, documents, flags, write_folder
 
 import mixdepth
 
@@ -49,4 +50,18 @@ def finished(corpus, tmp_path_factory):
     depth = mixdepth.DepthConfig(capacity=0.25)
     mixdepth.train(folder / "mod", **settings, depth=depth)
     mixdepth.train(folder / "dense", **settings, depth=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def study(corpus, tmp_path_factory):
+    """Planned and run by the command line: two cells."""
+    folder = tmp_path_factory.mktemp("study") / "study"
+    asked = {"budgets": 3e8, "variants": "dense,mod", "seeds": 1, "sizes": 1, "centre": CENTRE}
+    planned = call("isoflop", "plan", *flags({**asked, **SMALL, "corpus": corpus, "out": folder}))
+    assert planned.returncode == 0, planned.stderr
+    assert re.search(r"2 runs of 5\.\d+e\+08 FLOPs in all, 0 finished", planned.stdout)
+    ran = call("isoflop", "run", str(folder), "--workers", "2")
+    assert ran.returncode == 0, ran.stderr
+    assert "2 of 2 runs are finished" in ran.stdout
     return folder

@@ -1,4 +1,4 @@
-"""A small corpus of real text, settings of runs that take seconds, and ways to call the command line."""
+"""A small corpus of real text, settings of runs and studies that take seconds, and ways to call the command line."""
 
 import json
 import os
@@ -13,7 +13,9 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from mixdepth import isoflop
 from mixdepth.cli import main
+from mixdepth.isoflop import Study
 from mixdepth.sources import stdlib_files
 
 TINY = {
@@ -27,6 +29,10 @@ TINY = {
     "save_every": 1000,
 }
 """Layer 1 of 2 is routed; there is one checkpoint, at the end, unless a test wants more."""
+
+SMALL = {"context": 32, "batch_size": 4, "validation": 0.1, "test": 0.1, "eval_windows": 8, "save_every": 1000}
+CENTRE = 3e4
+"""Of a study."""
 
 
 def documents(number: int = 40, size: int = 1200) -> list[str]:
@@ -46,6 +52,12 @@ def write_folder(folder: Path, texts: list[str]) -> str:
     for index, text in enumerate(texts):
         (folder / f"{index:03}.txt").write_text(text)
     return str(folder)
+
+
+def plan(folder: Path, corpus: str, **options) -> Study:
+    """A study of two cells of a few steps, unless told otherwise."""
+    asked = {"budgets": [3e8], "variants": ["dense", "mod"], "seeds": 1, "sizes": 1, "centre": CENTRE}
+    return isoflop.plan(folder, **{**asked, **SMALL, "corpus": corpus, **options})
 
 
 def flags(settings: dict) -> list[str]:
