@@ -74,8 +74,10 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert pair["optimum_ratio"] == pytest.approx(2)
     crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
     assert pair["crossings"] == pytest.approx([crossing])
+    assert pair["crossing_ratio"] == pytest.approx(crossing / 2e5)
+    assert pair["crossing_ratio_interval"] == pytest.approx([crossing / 2e5, crossing / 2e5])
     assert pair["is_lower_above"]
-    assert "; mod is lower above" in str(found)
+    assert "x 1.28 [1.28, 1.28]; mod is lower above" in str(found)
     assert pair["optimum_ratio_interval"] == pytest.approx([2, 2])
     tests = {test["kind"]: test for test in found.tests}
     assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
@@ -87,6 +89,38 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     written = json.loads((tmp_path / "study" / "fit.json").read_text())
     assert written["curves"][0]["optimum"] == dense["optimum"]
     assert "holds" in str(found)
+
+
+def test_curves_cross_if_they_do_at_both_ends(tmp_path):
+    from scipy import stats
+
+    above = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.42, 0.1)}
+    found = isoflop.fit(write_study(tmp_path / "crossing", above, [claim("crosses")], noise=1e-3))
+    (test,) = found.tests
+    assert test["verdict"] == "holds"
+    assert math.exp(test["estimate"]) == pytest.approx(found.comparisons[0]["crossing_ratio"])
+    assert test["interval"][0] < test["estimate"] < test["interval"][1]
+    ends = {}
+    for name in ("dense", "mod"):
+        (points,) = (curve["points"] for curve in found.curves if curve["variant"] == name)
+        logs = np.log([point["parameters"] for point in points])
+        for seed in (0, 1, 2):
+            line = np.polyfit(logs, [point["losses"][seed] for point in points], 2)
+            ends[name, seed] = np.polyval(line, logs[[0, -1]])
+    small, large = np.transpose([ends["mod", seed] / ends["dense", seed] - 1 for seed in (0, 1, 2)])
+    ps = [
+        stats.ttest_1samp(small, 0, alternative="greater").pvalue,
+        stats.ttest_1samp(large, 0, alternative="less").pvalue,
+    ]
+    assert test["p"] == pytest.approx(max(ps), rel=0.1)
+
+    below = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (2.2e5, 1.35, 0.1)}  # everywhere
+    found = isoflop.fit(write_study(tmp_path / "below", below, [claim("crosses")], noise=1e-3))
+    assert (found.tests[0]["estimate"], found.tests[0]["interval"], found.tests[0]["by_seed"]) == (None, None, {})
+    assert found.tests[0]["verdict"] == "not shown"
+    assert found.comparisons[0]["crossing_ratio"] is None
+    assert "NaN" not in (tmp_path / "below" / "fit.json").read_text()
+    assert "is lower above" not in str(found)
 
 
 def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):

@@ -5,7 +5,7 @@ from typing import Any
 
 from mixdepth.isoflop.curves import Curve, Pair
 from mixdepth.isoflop.estimates import LEVEL, Statistic, estimate, p_value
-from mixdepth.isoflop.study import Hypothesis
+from mixdepth.isoflop.study import OF_CURVES, Hypothesis
 from mixdepth.table import short
 
 
@@ -26,12 +26,13 @@ def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str
         return {**about, "obstacle": "not run"}
     pair = Pair.of(one, other, claim.seeds)
     obstacle = pair.obstacle or ("too few seeds" if len(pair.seeds) < 2 else None)
-    if obstacle is None and claim.kind == "larger" and not pair.is_bracketed:
+    if obstacle is None and claim.kind in OF_CURVES and not pair.is_bracketed:
         obstacle = "an optimum is not bracketed"
     if obstacle is not None:
         return {**about, "obstacle": obstacle}
-    statistic = _statistic(claim, pair)
-    found, p = estimate(statistic, pair.seeds), _p_value(claim, statistic, pair.seeds)
+    statistic, parts = _statistics(claim, pair)
+    found = estimate(statistic, pair.seeds)
+    p = max(p_value(part, pair.seeds, edge, side) for part, edge, side in parts)  # all of them must hold
     notes = []
     if claim.kind in ("differs", "less"):
         if not pair.has_ladders:
@@ -42,27 +43,26 @@ def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str
         notes.append(f"interim, {len(pair.seeds)} of {len(claim.seeds)} seeds")
     return {
         **about,
-        **{"by_seed": found.by_seed, "estimate": found.value, "interval": found.t_interval, "notes": notes},
+        **{"by_seed": found.by_seed, "interval": found.t_interval, "notes": notes},
+        "estimate": found.value if math.isfinite(found.value) else None,
         "p": p if math.isfinite(p) else None,
         "obstacle": None if math.isfinite(p) else "the seeds do not differ",
     }
 
 
-def _statistic(claim: Hypothesis, pair: Pair) -> Statistic:
+def _statistics(claim: Hypothesis, pair: Pair) -> tuple[Statistic, list[tuple[Statistic, float, str]]]:
+    """What is told of a claim; and what must all hold for it: a statistic, and on which side of what it lies."""
     match claim.kind:
-        case "equivalent":
-            return pair.one.gap
+        case "less":
+            return pair.relative_loss, [(pair.relative_loss, 0, "less")]
         case "larger":
-            return pair.relative_size
-    return pair.relative_loss
-
-
-def _p_value(claim: Hypothesis, statistic: Statistic, seeds: list[int]) -> float:
-    if claim.kind == "equivalent":  # two one-sided tests: not below the margin, not above it
-        sides = ((-claim.margin, "greater"), (claim.margin, "less"))
-        return max(p_value(statistic, seeds, edge, side) for edge, side in sides)
-    alternative = {"differs": "two-sided", "less": "less", "larger": "greater"}[claim.kind]
-    return p_value(statistic, seeds, alternative=alternative)
+            return pair.relative_size, [(pair.relative_size, 0, "greater")]
+        case "equivalent":
+            gap = pair.one.gap
+            return gap, [(gap, -claim.margin, "greater"), (gap, claim.margin, "less")]
+        case "crosses":
+            return pair.relative_crossing, [(pair.loss_at_smallest, 0, "greater"), (pair.loss_at_largest, 0, "less")]
+    return pair.relative_loss, [(pair.relative_loss, 0, "two-sided")]
 
 
 def _correct(tests: list[dict[str, Any]]) -> None:

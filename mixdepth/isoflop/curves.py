@@ -122,10 +122,22 @@ class Pair(NamedTuple):
         found = [math.exp(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real < 100]
         return sorted(size for size in found if low <= size <= high)
 
-    def lower_above(self, seeds: Sequence[int]) -> bool:
-        """Whether the first is the lower of the two at the largest size that both have."""
-        size = math.log(self._common_sizes()[1])
-        return bool(np.polyval(self.one.parabola(seeds), size) < np.polyval(self.other.parabola(seeds), size))
+    def relative_crossing(self, seeds: Sequence[int]) -> float:
+        """The logarithm of the size where the parabolas meet, relative to the other's optimum; not a number where they
+        do not meet exactly once."""
+        crossings = self.crossings(seeds)
+        return math.log(crossings[0] / self.other.optimum(seeds).parameters) if len(crossings) == 1 else math.nan
+
+    def loss_at_smallest(self, seeds: Sequence[int]) -> float:
+        """The parabola's loss relative to the other's, at the smallest size that both have."""
+        return self._relative_loss_at(self._common_sizes()[0], seeds)
+
+    def loss_at_largest(self, seeds: Sequence[int]) -> float:
+        return self._relative_loss_at(self._common_sizes()[1], seeds)
+
+    def _relative_loss_at(self, size: float, seeds: Sequence[int]) -> float:
+        one, other = (np.polyval(curve.parabola(seeds), math.log(size)) for curve in (self.one, self.other))
+        return float(one / other) - 1
 
     def _common_sizes(self) -> tuple[float, float]:
         sizes = [[point.parameters for point in curve.points] for curve in (self.one, self.other)]

@@ -17,7 +17,7 @@ Statistic = Callable[[Sequence[int]], float]
 
 
 class Estimate(NamedTuple):
-    """A statistic of all seeds; without intervals where there is one seed."""
+    """A statistic of all seeds; without intervals where there is one seed, or where some seeds give no number."""
 
     value: float
     t_interval: list[float] | None
@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     bootstrap_interval: list[float] | None
     """The middle 95 % of draws with replacement: with few seeds these are their extremes, and it is too narrow."""
     by_seed: dict[int, float]
-    """What each seed alone would have said."""
+    """What each seed alone would have said; without those that say nothing."""
 
 
 def estimate(statistic: Statistic, seeds: Sequence[int]) -> Estimate:
@@ -34,12 +34,17 @@ def estimate(statistic: Statistic, seeds: Sequence[int]) -> Estimate:
     >>> [round(edge, 2) for edge in estimate(lambda seeds: sum(losses[s] for s in seeds) / len(seeds), [0, 1, 2])[1]]
     [-0.48, 4.48]
     """
-    value, by_seed = statistic(seeds), {seed: statistic([seed]) for seed in seeds}
+    value, alone = statistic(seeds), {seed: statistic([seed]) for seed in seeds}
+    by_seed = {seed: found for seed, found in alone.items() if math.isfinite(found)}
     if len(seeds) < 2:
         return Estimate(value, None, None, by_seed)
     half = float(_scipy_stats().t.ppf(1 - LEVEL / 2, len(seeds) - 1)) * standard_error(statistic, seeds)
     drawn = np.percentile([statistic(draw) for draw in _draws(seeds)], [2.5, 97.5])
-    return Estimate(value, [value - half, value + half], [float(edge) for edge in drawn], by_seed)
+    return Estimate(value, _interval(value - half, value + half), _interval(*drawn), by_seed)
+
+
+def _interval(low: float, high: float) -> list[float] | None:
+    return [float(low), float(high)] if math.isfinite(low) and math.isfinite(high) else None
 
 
 def standard_error(statistic: Statistic, seeds: Sequence[int]) -> float:

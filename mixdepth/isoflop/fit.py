@@ -17,7 +17,7 @@ from mixdepth.isoflop.claims import tested
 from mixdepth.isoflop.curves import MIN_SIZES, Curve, Pair, Point
 from mixdepth.isoflop.estimates import estimate
 from mixdepth.isoflop.sealed import sealed_losses
-from mixdepth.isoflop.study import FITS, Cell, Study
+from mixdepth.isoflop.study import FITS, OF_CURVES, Cell, Study
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.run import writing
 from mixdepth.table import columns, short
@@ -66,8 +66,10 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
         row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval")]
         row.append(f"{_as(pair['optimum_ratio'], 'x {:.2f}')} {_range(pair['optimum_ratio_interval'], '.2f')}")
         crossing = ", ".join(f"{size:,.0f}" for size in pair["crossings"])
-        if len(pair["crossings"]) == 1:
-            crossing += f"; {pair['variant' if pair['is_lower_above'] else 'against']} is lower above"
+        if pair["crossing_ratio"] is not None:
+            lower = pair["variant" if pair["is_lower_above"] else "against"]
+            crossing += f", x {pair['crossing_ratio']:.2f} {_range(pair['crossing_ratio_interval'], '.2f')}"
+            crossing = f"{crossing.rstrip()}; {lower} is lower above"
         rows.append([*row, crossing])
     return columns(rows, left=(1, 2, 7)) if pairs else ""
 
@@ -75,9 +77,9 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
 def _test_table(tests: list[dict[str, Any]]) -> str:
     rows = [["claim", "found", "interval", "p", "corrected", ""]]
     for test in tests:
-        style, (found, interval) = "+.2%", (test["estimate"], test["interval"])
-        if test["kind"] == "larger" and found is not None:  # a logarithm
-            style, found, interval = ".2f", math.exp(found), [math.exp(edge) for edge in interval]
+        style, found, interval = "+.2%", test["estimate"], test["interval"]
+        if test["kind"] in OF_CURVES:  # a logarithm
+            style, found, interval = ".2f", None if found is None else math.exp(found), _exp(interval)
         cells = [_as(found, style), _range(interval, style), _as(test["p"], ".2g"), _as(test["p_corrected"], ".2g")]
         rows.append([test["claim"], *cells, test["verdict"]])
     return columns(rows, left=(0, 5)) if tests else ""
@@ -214,6 +216,8 @@ def _compare(pair: Pair) -> dict[str, Any]:
     seeds, is_bracketed = pair.seeds, pair.has_ladders and pair.obstacle is None and pair.is_bracketed
     loss = estimate(pair.relative_loss, seeds) if pair.obstacle is None else None
     size = estimate(pair.relative_size, seeds) if is_bracketed else None
+    crosses = is_bracketed and len(pair.crossings(seeds)) == 1
+    crossing = estimate(pair.relative_crossing, seeds) if crosses else None
     return {
         "budget": pair.one.budget,
         "variant": pair.one.variant,
@@ -226,5 +230,7 @@ def _compare(pair: Pair) -> dict[str, Any]:
         "optimum_ratio": None if size is None else math.exp(size.value),
         "optimum_ratio_interval": None if size is None else _exp(size.t_interval),
         "crossings": pair.crossings(seeds) if is_bracketed else [],
-        "is_lower_above": pair.lower_above(seeds) if is_bracketed else None,
+        "crossing_ratio": None if crossing is None else math.exp(crossing.value),
+        "crossing_ratio_interval": None if crossing is None else _exp(crossing.t_interval),
+        "is_lower_above": pair.loss_at_largest(seeds) < 0 if is_bracketed else None,
     }

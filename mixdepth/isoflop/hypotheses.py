@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.isoflop.curves import MIN_SIZES
-from mixdepth.isoflop.study import Hypothesis, Study
+from mixdepth.isoflop.study import OF_CURVES, Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.table import short
 
@@ -36,8 +36,8 @@ def hypotheses(study: Study, goal: float) -> list[Hypothesis]:
         variants = list(dict.fromkeys(cell.variant for cell in cells))
         shapes = {variant: {cell.shape for cell in cells if cell.variant == variant} for variant in variants}
         for kind, variant, against, margin, is_primary, words in _claims(variants, goal):
-            if kind == "larger" and min(len(shapes[variant]), len(shapes[against])) < MIN_SIZES:
-                continue  # no optimum, no size of it
+            if kind in OF_CURVES and min(len(shapes[variant]), len(shapes[against])) < MIN_SIZES:
+                continue  # no curve, and no optimum
             name = f"{short(budget)}: {variant} {kind} {against}"
             family = "primary" if is_primary and not finished else "exploratory"
             claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished, seeds)
@@ -58,6 +58,8 @@ def _claims(names: list[str], goal: float) -> Iterator[Claim]:
             yield Claim("differs", mine, baseline, goal, is_first, words)
             words = f"the best {mine} has more parameters than the best {baseline} model"
             yield Claim("larger", mine, baseline, 0.0, is_first, words)
+            words = f"the curves of {mine} and {baseline} cross: at equal size it is worse if small, better if large"
+            yield Claim("crosses", mine, baseline, 0.0, is_first, words)
         if variant.depth is not None and variant.depth.scheme in LOOKS_AHEAD:
             words = f"causal routing costs {mine} less than {EQUAL:.1%} of its loss, or gains less"
             yield Claim("equivalent", mine, mine, EQUAL, is_first, words)

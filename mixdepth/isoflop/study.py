@@ -26,6 +26,8 @@ FITS = {"validation": "fit.json", "test": "fit-test.json"}
 FORMAT = 2
 READ = ("layers", "width", "context", "learning_rate", "eval_windows")
 """What a cell's settings say at least; an older version may not have known the others."""
+OF_CURVES = ("larger", "crosses")
+"""Kinds of claims that need a curve over sizes on both sides."""
 NOT_A_NUMBER = "it diverged: its loss is not a number"
 
 
@@ -62,7 +64,7 @@ class Hypothesis(NamedTuple):
     claim: str
     kind: str
     """`less` and `differs` compare the loss of `variant` with that of `against`; `larger` their optimal sizes;
-    `equivalent` the causal loss of `variant` with its look-ahead loss."""
+    `crosses` their curves at both ends; `equivalent` the causal loss of `variant` with its look-ahead loss."""
     budget: float
     variant: str
     against: str
