@@ -244,6 +244,7 @@ class DepthTrainer(Trainer):
         metrics = {"step": self.state.global_step, "validation_loss": found.loss}
         if isinstance(self.model, RoutedCausalLM):
             metrics["validation_lookahead_loss"] = found.lookahead_loss
+            metrics["validation_capacities"] = [layer.capacity for layer in found.layers.values()]
         self._tell(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

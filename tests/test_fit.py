@@ -32,6 +32,8 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
                 run.mkdir(parents=True)
                 value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
                 result = {"validation_loss": value, "validation_lookahead_loss": value * (1 - 1e-3 * (1 + seed / 10))}
+                if variant != "dense":
+                    result["validation_capacities"] = [0.12 + 0.01 * seed, 0.25]
                 (run / "result.json").write_text(json.dumps(result))
                 about = {"settings": settings, "corpus_digest": "digest", "versions": {}}
                 (run / "run.json").write_text(json.dumps(about))
@@ -68,6 +70,9 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert dense["optimum"]["loss_interval"] == pytest.approx([1.41 - half, 1.41 + half])
     assert dense["optimum"]["loss_bootstrap"] == pytest.approx([1.40, 1.42])
     assert dense["best"]["std"] == pytest.approx(0.01)
+    assert dense["best"]["capacities"] == []
+    assert mod["best"]["capacities"] == pytest.approx([0.13, 0.25])
+    assert "13.0% 25.0%" in str(found)
     pair = found.comparisons[0]
     assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
     assert pair["t_interval"][0] < pair["loss"] < pair["t_interval"][1] < 0
@@ -251,6 +256,17 @@ def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
     assert (same["p"], same["verdict"]) == (None, "the seeds do not differ")
     assert equivalent["p_corrected"] == 2 * equivalent["p"]  # two were planned
     assert "NaN" not in (tmp_path / "study" / "fit.json").read_text()
+
+
+def test_cells_of_before_capacities_were_written_still_count(tmp_path):
+    folder = write_study(tmp_path / "study", {(1e13, "mod"): (2e5, 1.4, 0.1)})
+    for path in (folder / "cells").rglob("seed0/result.json"):
+        result = json.loads(path.read_text())
+        del result["validation_capacities"]
+        path.write_text(json.dumps(result))
+    (mod,) = isoflop.fit(folder).curves
+    assert mod["seeds"] == [0, 1, 2]
+    assert mod["best"]["capacities"] == pytest.approx([0.135, 0.25])  # of those that say
 
 
 def test_what_diverged_is_left_out_and_said(tmp_path):

@@ -302,6 +302,8 @@ def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_pa
     fitted = isoflop.fit(opened, split="test")
     assert fitted.split == "test"
     validation = isoflop.fit(opened)
+    for dense, mod in (fitted.curves, validation.curves):
+        assert (len(dense["best"]["capacities"]), len(mod["best"]["capacities"])) == (0, 2)
     assert fitted.curves[0]["best"]["loss"] != validation.curves[0]["best"]["loss"]
     first = Study.read(study).cells[0]
     (opened / "cells" / first.name / "test.json").write_text("{}")

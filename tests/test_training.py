@@ -65,6 +65,7 @@ def test_the_result_is_the_loss_of_the_model_that_was_saved(finished, corpus):
     found = mixdepth.evaluate(model, text.windows(32).spread(8).batches(16))
     assert found.loss == run.result["validation_loss"]
     assert found.lookahead_loss == run.result["validation_lookahead_loss"]
+    assert [layer.capacity for layer in found.layers.values()] == run.result["validation_capacities"]
     bits = found.loss / torch.log(torch.tensor(2.0)).item() * len(text.tokens) / text.num_bytes
     assert run.result["validation_bits_per_byte"] == pytest.approx(bits)
 

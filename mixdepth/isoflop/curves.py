@@ -22,6 +22,8 @@ class Point(NamedTuple):
     flops_per_token: float
     losses: dict[int, float]
     lookahead_losses: dict[int, float]
+    capacities: dict[int, list[float] | None]
+    """Realised by the causal rule, for each routed layer."""
 
     def loss(self, seeds: Sequence[int]) -> float:
         """The mean over these seeds, which may come more than once."""

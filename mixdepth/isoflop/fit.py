@@ -17,7 +17,7 @@ from mixdepth.isoflop.claims import tested
 from mixdepth.isoflop.curves import MIN_SIZES, Curve, Pair, Point
 from mixdepth.isoflop.estimates import estimate
 from mixdepth.isoflop.sealed import sealed_losses
-from mixdepth.isoflop.study import FITS, OF_CURVES, Cell, Study
+from mixdepth.isoflop.study import FITS, OF_CURVES, Cell, Losses, Study
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.run import writing
 from mixdepth.table import columns, short
@@ -44,12 +44,14 @@ class Fit(NamedTuple):
 
 
 def _curve_table(curves: list[dict[str, Any]]) -> str:
-    rows = [["budget", "variant", "sizes x seeds", "best", "loss", "look-ahead", "optimum (parameters)", "loss there"]]
+    rows = [["budget", "variant", "sizes x seeds", "best", "loss", "look-ahead", "realised capacity"]]
+    rows[0] += ["optimum (parameters)", "loss there"]
     for curve in curves:
         best, optimum = curve["best"], curve["optimum"]
         spread = "" if best["std"] is None else f" ± {best['std']:.4f}"
         row = [short(curve["budget"]), curve["variant"], f"{len(curve['points'])} x {len(curve['seeds'])}"]
         row += [best["shape"], f"{best['loss']:.4f}{spread}", f"{best['lookahead_loss']:.4f}"]
+        row.append(" ".join(f"{capacity:.1%}" for capacity in best["capacities"]))
         if optimum["is_bracketed"]:
             row.append(f"{optimum['parameters']:,.0f} {_range(optimum['parameters_interval'], ',.0f')}")
             row.append(f"{optimum['loss']:.4f} {_range(optimum['loss_interval'], '.4f')}")
@@ -124,8 +126,8 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
     return fitted
 
 
-def _losses(study: Study, finished: list[Cell], split: str) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
-    """Causal and look-ahead, of each cell that counts; and why the others do not."""
+def _losses(study: Study, finished: list[Cell], split: str) -> tuple[dict[str, Losses], dict[str, str]]:
+    """Of each cell that counts; and why the others do not."""
     failures = {cell.name: reason for cell in study.cells if (reason := study.failure(cell)) is not None}
     losses = {}
     for cell in finished:
@@ -139,14 +141,15 @@ def _losses(study: Study, finished: list[Cell], split: str) -> tuple[dict[str, t
     return losses, failures
 
 
-def _validation_losses(study: Study, cell: Cell) -> tuple[float, float]:
+def _validation_losses(study: Study, cell: Cell) -> Losses:
     result = study.run_of(cell).result
     assert result is not None
-    return result["validation_loss"], result.get("validation_lookahead_loss", result["validation_loss"])
+    causal = result["validation_loss"]
+    return Losses(causal, result.get("validation_lookahead_loss", causal), result.get("validation_capacities"))
 
 
 def _curves(
-    study: Study, cells: list[Cell], losses: dict[str, tuple[float, float]], left_out: dict[str, str]
+    study: Study, cells: list[Cell], losses: dict[str, Losses], left_out: dict[str, str]
 ) -> dict[tuple[float, str], Curve]:
     """A curve takes the seeds that all of its sizes have; what is left out for want of others is added there."""
     groups: dict[tuple[float, str], dict[str, list[Cell]]] = {}
@@ -161,8 +164,9 @@ def _curves(
         points = []
         for shape, same in shapes.items():
             left_out |= {cell.name: "other sizes lack its seed" for cell in same if cell.seed not in seeds}
-            causal, ahead = ({cell.seed: losses[cell.name][i] for cell in same if cell.seed in seeds} for i in (0, 1))
-            points.append(Point(shape, same[0].parameters, same[0].flops_per_token, causal, ahead))
+            found = {cell.seed: losses[cell.name] for cell in same if cell.seed in seeds}
+            by_seed = ({seed: getattr(found[seed], name) for seed in found} for name in Losses._fields)
+            points.append(Point(shape, same[0].parameters, same[0].flops_per_token, *by_seed))
         points.sort(key=lambda point: point.parameters)
         planned = {cell.shape for cell in study.cells if (cell.budget, cell.variant) == (budget, variant)}
         curves[budget, variant] = Curve(budget, variant, tuple(points), seeds, len(planned) >= MIN_SIZES)
@@ -202,10 +206,17 @@ def _describe(curve: Curve) -> dict[str, Any]:
             "loss": best.loss(seeds),
             "std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
             "lookahead_loss": float(np.mean([best.lookahead_losses[seed] for seed in seeds])),
+            "capacities": _mean_capacities([best.capacities[seed] for seed in seeds]),
         },
         "optimum": {**found._asdict(), "is_bracketed": curve.is_bracketed(seeds), **intervals},
         "parabola": curve.parabola(seeds) if found.is_bracketed else None,
     }
+
+
+def _mean_capacities(by_seed: Sequence[list[float] | None]) -> list[float]:
+    """Of each routed layer, over the seeds that say."""
+    known = [capacities for capacities in by_seed if capacities]
+    return [float(mean) for mean in np.mean(known, axis=0)] if known else []
 
 
 def _exp(interval: list[float] | None) -> list[float] | None:

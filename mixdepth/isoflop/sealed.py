@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mixdepth.compare import evaluate_runs
 from mixdepth.files import read_json, write_json
-from mixdepth.isoflop.study import TEST, Cell, Study
+from mixdepth.isoflop.study import TEST, Cell, Losses, Study
 from mixdepth.run import writing
 
 
@@ -14,21 +14,22 @@ def is_unsealed(study: Study, cell: Cell) -> bool:
     return study.is_finished(cell) and _read(folder) is None and any(folder.glob("*.safetensors"))
 
 
-def sealed_losses(study: Study, cell: Cell) -> tuple[float, float] | None:
-    """Causal and look-ahead, from a finished cell's test.json, which is written if need be; None if it cannot be."""
+def sealed_losses(study: Study, cell: Cell) -> Losses | None:
+    """From a finished cell's test.json, which is written if need be; None if it cannot be."""
     folder = study.run_of(cell).folder
     if is_unsealed(study, cell):
         window = {"windows": cell.settings["eval_windows"], "context": cell.settings["context"]}
         found = evaluate_runs([str(folder)], split="test", **window).entries[0].evaluation
-        losses = {"loss": found.loss, "lookahead_loss": found.lookahead_loss}
+        capacities = [layer.capacity for layer in found.layers.values()]
+        losses = {"loss": found.loss, "lookahead_loss": found.lookahead_loss, "capacities": capacities}
         with writing(folder):
             write_json(folder / TEST, {**losses, "windows": len(found.rows)})
     return _read(folder)
 
 
-def _read(folder: Path) -> tuple[float, float] | None:
+def _read(folder: Path) -> Losses | None:
     try:
         sealed = read_json(folder / TEST, keys=("loss", "lookahead_loss"))
     except ValueError:  # it is not there; or it is damaged, and can be written anew as long as the weights are there
         return None
-    return sealed["loss"], sealed["lookahead_loss"]
+    return Losses(sealed["loss"], sealed["lookahead_loss"], sealed.get("capacities"))

@@ -57,6 +57,16 @@ class Cell(NamedTuple):
         return f"{self.settings['layers']}x{self.settings['width']}"
 
 
+class Losses(NamedTuple):
+    """What a finished cell came to on a held-out text."""
+
+    causal: float
+    lookahead: float
+    """With the routing of training; of a dense model the same."""
+    capacities: list[float] | None
+    """What share of the tokens each routed layer chose by its causal rule; None where an older version did not say."""
+
+
 class Hypothesis(NamedTuple):
     """A claim that is written down before the runs that test it."""
 
