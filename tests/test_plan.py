@@ -131,7 +131,15 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
     assert after.hypotheses[: len(before.hypotheses)] == before.hypotheses
     (late,) = after.hypotheses[len(before.hypotheses) :]
     assert (late.kind, late.variant, late.against) == ("less", "mod", "random")
-    assert (late.family, late.finished_before) == ("exploratory", 2)  # an afterthought
+    assert (late.family, late.finished_before, late.seeds) == ("exploratory", 1, [0])  # an afterthought
+    later = plan(grown, corpus, variants=["dense", "mod:capacity=0.5", "random:capacity=0.5"], seeds=[8, 9])
+    fresh = later.hypotheses[len(after.hypotheses) :]
+    assert {(claim.kind, claim.variant, claim.against, claim.family) for claim in fresh} == {
+        ("differs", "mod:capacity=0.5", "dense", "primary"),
+        ("equivalent", "mod:capacity=0.5", "mod:capacity=0.5", "primary"),
+        ("less", "mod:capacity=0.5", "random:capacity=0.5", "primary"),
+    }
+    assert all(claim.seeds == [8, 9] and claim.finished_before == 0 for claim in fresh)  # nobody has seen these
     with pytest.raises(ValueError, match=r"has context=32, not 64: choose another --out"):
         plan(grown, corpus, context=64)
     with pytest.raises(ValueError, match=r"has eval_windows=8, not 16: choose another --out"):

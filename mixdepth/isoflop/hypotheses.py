@@ -1,13 +1,13 @@
 """What a study can show, written down before it is run."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.isoflop.curves import MIN_SIZES
-from mixdepth.isoflop.study import OF_CURVES, Hypothesis, Study
+from mixdepth.isoflop.study import OF_CURVES, Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.table import short
 
@@ -26,33 +26,45 @@ class Claim(NamedTuple):
     words: str
 
 
-def hypotheses(study: Study, goal: float) -> list[Hypothesis]:
-    """Those that are written down, and what further the study's cells can test. What is thought of when cells of the
-    budget are finished is exploratory. `goal` is the gain over the dense model that is aimed at."""
+def hypotheses(study: Study, asked: Sequence[str], goal: float) -> list[Hypothesis]:
+    """Those that are written down, and what further the study's cells can test, now that the variants `asked` for were
+    planned. `goal` is the gain over the dense model that is aimed at.
+
+    A claim is tested on seeds of which nothing is known yet, neither of its variant nor of the other. Where there are
+    none it is an afterthought, and exploratory.
+    """
     found = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
     for budget in dict.fromkeys(cell.budget for cell in study.cells):
-        cells = [cell for cell in study.cells if cell.budget == budget]
-        finished, seeds = sum(study.is_finished(cell) for cell in cells), sorted({cell.seed for cell in cells})
-        variants = list(dict.fromkeys(cell.variant for cell in cells))
-        shapes = {variant: {cell.shape for cell in cells if cell.variant == variant} for variant in variants}
-        for kind, variant, against, margin, is_primary, words in _claims(variants, goal):
-            if kind in OF_CURVES and min(len(shapes[variant]), len(shapes[against])) < MIN_SIZES:
+        cells: dict[str, list[Cell]] = {}
+        for cell in study.cells:
+            if cell.budget == budget:
+                cells.setdefault(cell.variant, []).append(cell)
+        for kind, variant, against, margin, is_primary, words in _claims(list(cells), asked, goal):
+            both = (cells[variant], cells[against])
+            if kind in OF_CURVES and min(len({cell.shape for cell in some}) for some in both) < MIN_SIZES:
                 continue  # no curve, and no optimum
+            seeds = set.intersection(*({cell.seed for cell in some} for some in both))
+            if not seeds:
+                continue
+            known = {cell.name: cell.seed for some in both for cell in some if study.is_finished(cell)}
+            fresh = seeds - set(known.values())
+            before = 0 if fresh else sum(seed in seeds for seed in known.values())
+            family = "primary" if is_primary and fresh else "exploratory"
             name = f"{short(budget)}: {variant} {kind} {against}"
-            family = "primary" if is_primary and not finished else "exploratory"
-            claim = Hypothesis(name, words, kind, budget, variant, against, margin, family, finished, seeds)
-            found.setdefault(name, claim)
+            about = (name, words, kind, budget, variant, against, margin, family)
+            found.setdefault(name, Hypothesis(*about, before, sorted(fresh or seeds)))
     return list(found.values())
 
 
-def _claims(names: list[str], goal: float) -> Iterator[Claim]:
-    """Primary are those about the first learned variant against the first dense one, learned against random routing,
-    and fewer routed layers against more."""
+def _claims(names: Sequence[str], asked: Sequence[str], goal: float) -> Iterator[Claim]:
+    """Primary are those about the first learned variant that was asked for against the first dense one, learned against
+    random routing, and fewer routed layers against more."""
     dense = [variant.name for variant in map(parse_variant, names) if variant.depth is None][:1]
     routed = [variant for variant in map(parse_variant, names) if variant.depth is not None]
     learned = [variant for variant in routed if variant.depth is not None and variant.depth.scheme != "random"]
+    first = next((variant.name for variant in learned if variant.name in asked), None)
     for variant in learned:
-        mine, is_first = variant.name, variant is learned[0]
+        mine, is_first = variant.name, variant.name == first
         for baseline in dense:
             words = f"the best {mine} has another loss than the best {baseline} model; goal: {goal:.1%} below"
             yield Claim("differs", mine, baseline, goal, is_first, words)

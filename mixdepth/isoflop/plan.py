@@ -101,7 +101,7 @@ def plan(
         asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes, "goal": goal}
         asked |= {"centre": centre, "finished_before": sum(map(old.is_finished, old.cells)), **settings}
         study = old._replace(plans=[*old.plans, asked], cells=[*old.cells, *added])
-        study = study._replace(hypotheses=hypotheses(study, goal))
+        study = study._replace(hypotheses=hypotheses(study, [variant.name for variant in parsed], goal))
         with writing(folder):
             study.write()
     return study

@@ -83,9 +83,10 @@ class Hypothesis(NamedTuple):
     family: str
     """`primary` hypotheses are corrected for their number, `exploratory` ones are not, and are no evidence alone."""
     finished_before: int
-    """Cells of this budget that were finished when it was written down: 0 is a prediction."""
+    """Cells of its variants and seeds that were finished when it was written down: 0 is a prediction."""
     seeds: list[int]
-    """What it is tested on: the seeds that were planned when it was written down, and none that came later."""
+    """What it is tested on: seeds that were planned when it was written down, and none that came later; if possible
+    those of which nothing was known."""
 
 
 class Study(NamedTuple):
