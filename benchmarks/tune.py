@@ -74,8 +74,6 @@ CELLS = [
     {**THRESHOLD, "layers": 3, "depth": {"causal": "threshold", "layers": [1]}},
     {**NARROW, "learning_rate": RULE},
     {**THRESHOLD, "depth": {"scheme": "random"}},
-    {**THRESHOLD, "layers": 3, "depth": {"causal": "threshold", "layers": [2]}},
-    {**THRESHOLD, "depth": {"causal": "threshold", "gate": "unit"}},
     # wider, at the rate of a dense model as wide; other rates of the routed layers; other capacities, each at its root
     {**THRESHOLD, "width": 80, "heads": 5, "learning_rate": 6.4e-3},
     {**THRESHOLD, "routed_learning_rate": 0.7, "router_learning_rate": 0.7},
@@ -90,6 +88,45 @@ CELLS = [
     ),
     # how far seeds differ, on seeds that the study does not have
     *({**kind, "seed": seed} for seed in (10, 11) for kind in (THRESHOLD, {**NARROW, **DENSE})),
+    # gates that are open from the start, what the router reads, and where the routed layers lie
+    *(
+        {**THRESHOLD, **other, "depth": {"causal": "threshold", **depth}, "seed": seed}
+        for seed in (0, 10, 11)
+        for depth, other in (
+            ({"gate": "sigmoid"}, {}),
+            ({"gate": "unit"}, {}),
+            ({"router_input": "normed"}, {}),
+            ({"gate": "sigmoid", "router_input": "normed"}, {}),
+            ({"gate": "sigmoid", "layers": [1, 2]}, {}),
+            ({"gate": "sigmoid", "layers": [0, 2]}, {}),
+            ({"gate": "sigmoid", "capacity": 0.25}, HALF_RATE),
+        )
+    ),
+    # a quarter of the tokens, and half
+    *(
+        {**THRESHOLD, **HALF_RATE, "depth": {"causal": "threshold", "capacity": 0.25, **depth}, "seed": seed}
+        for seed in (0, 10, 11)
+        for depth in (
+            {},
+            {"router_input": "normed"},
+            {"gate": "sigmoid", "router_input": "normed"},
+            {"gate": "sigmoid", "layers": [1, 2]},
+            {"gate": "sigmoid", "layers": [1, 2], "router_input": "normed"},
+        )
+    ),
+    *(
+        {**THRESHOLD, "routed_learning_rate": 0.7, "router_learning_rate": 0.7, "seed": seed}
+        | {"depth": {"causal": "threshold", "capacity": 0.5, "gate": "sigmoid", "router_input": "normed"}}
+        for seed in (0, 10, 11)
+    ),
+    *({**NARROW, **DENSE, "width": 80, "heads": 5, "learning_rate": 6.4e-3, "seed": seed} for seed in (0, 10, 11)),
+    # scores that a loss draws to either side of 0, so that the causal rule need not guess
+    *(
+        {**THRESHOLD, **HALF_RATE, "seed": seed}
+        | {"depth": {"causal": "aux_loss", "capacity": 0.25, "gate": "sigmoid", **depth}}
+        for seed in (0, 10, 11)
+        for depth in ({}, {"router_input": "normed"}, {"router_input": "normed", "router_aux_loss_coef": 0.001})
+    ),
     # the rate once more, for both, around the best
     *({**kind, "learning_rate": rate} for rate in (1.13e-2, 5.7e-3) for kind in ({**NARROW, **DENSE}, THRESHOLD)),
 ]
