@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from statistics import mean
 
 from machine import describe, header, row
 
@@ -153,19 +154,27 @@ def find(cell: dict) -> dict | None:
 
 
 def table() -> None:
-    header("model", "FLOPs", "batch", "rate", "warmup", "other", "seed", "steps", "loss", "look-ahead")
+    """One line for each cell but for the seed: the mean loss of its seeds, and each."""
+    header("model", "FLOPs", "batch", "rate", "warmup", "other", "steps", "loss", "by seed", "look-ahead")
+    found: dict[str, dict[int, dict]] = {}
     for cell in CELLS:
-        result, all_settings = find(cell), {**DEFAULTS, **cell}
-        if result is None:
-            continue
+        result = find(cell)
+        if result is not None:
+            settings = {**DEFAULTS, **cell}
+            seed = settings.pop("seed")
+            found.setdefault(json.dumps(settings), {})[seed] = result
+    for words, results in found.items():
+        cell = json.loads(words)
         depth = cell.get("depth", {})
         model = "dense" if depth is None else " ".join(["routed", *(f"{k} {v}" for k, v in depth.items())])
         names = ("layers", "width", "heads", "router_learning_rate", "routed_learning_rate", "max_grad_norm", "beta2")
         other = " ".join(f"{name} {cell[name]}" for name in names if name in cell)
-        shown = [all_settings[name] for name in ("flops", "batch_size", "learning_rate", "warmup")]
-        losses = [result["validation_loss"], result.get("validation_lookahead_loss")]
-        texts = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        row(model, f"{shown[0]:.0e}", *shown[1:], other, all_settings["seed"], result["steps"], *texts)
+        shown = [cell[name] for name in ("batch_size", "learning_rate", "warmup")]
+        losses = {seed: result["validation_loss"] for seed, result in results.items()}
+        by_seed = ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())
+        ahead = "" if depth is None else f"{mean(r['validation_lookahead_loss'] for r in results.values()):.4f}"
+        steps = next(iter(results.values()))["steps"]
+        row(model, f"{cell['flops']:.0e}", *shown, other, steps, f"{mean(losses.values()):.4f}", by_seed, ahead)
 
 
 if __name__ == "__main__":
