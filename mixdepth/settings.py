@@ -26,9 +26,11 @@ STUDY_DEFAULTS: dict[str, Any] = {
     "validation": 0.02,
     "test": 0.02,
     "batch_size": 4,
+    "beta2": 0.99,
     "eval_windows": 4096,
 }
-"""Where the runs of a study differ from a run by itself: much text, and over 1 MB of it to evaluate on."""
+"""Where the runs of a study differ from a run by itself: much text, over 1 MB of it to evaluate on, and small batches,
+with which dense models gain from a longer memory of the gradients' squares (LOG.md, section 5)."""
 
 CONVERT_DEFAULTS: dict[str, Any] = {"capacity": 0.5, "gate": "unit", "router_input": "normed"}
 """Where routing a pretrained model differs from routing a fresh one."""
