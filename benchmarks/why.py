@@ -1,0 +1,201 @@
+"""Why routing gains no more at equal FLOPs: what of the worth of two further layers the routed layers catch.
+
+All models have width 64 and take the 6,510 steps that 1e13 FLOPs pay for a model of 4 layers with a quarter of the
+tokens in every second. Two dense layers are where it starts, four are what could be had, at twice the FLOPs: how far do
+routed layers get? Beside learned and random routing there are two that nobody could use: *entropy* chooses the tokens
+of which a trained model of 2 layers is least certain, and *all keys* lets the chosen tokens attend to all earlier ones.
+
+    python benchmarks/why.py             # resumes; results in why.jsonl, models in runs/why
+    python benchmarks/why.py --shard 0/2 & python benchmarks/why.py --shard 1/2
+    python benchmarks/why.py --table
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from machine import describe, header, row
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import mixdepth
+from mixdepth.hf import RoutedCausalLM
+from mixdepth.hf.layer import RoutedLayer
+from mixdepth.router import Router
+from mixdepth.routing import Route
+from mixdepth.training import corpus_of
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+RUNS = Path("runs/why")
+STEPS, CONTEXT = 6510, 256
+COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "context": CONTEXT, "width": 64, "heads": 4}
+COMMON |= {"batch_size": 4, "warmup": 0.3, "beta2": 0.99, "eval_windows": 4096, "steps": STEPS, "compile": True}
+SHALLOW, DEEP, LEARNED = "2 dense layers", "4 dense layers", "learned, 25 %"
+ENTROPY, ALL_KEYS = "entropy, 25 %", "learned, 25 %, all keys"
+MODELS: dict[str, dict[str, Any]] = {
+    SHALLOW: {"layers": 2, "depth": None},
+    DEEP: {"layers": 4, "depth": None},
+    "learned, 12.5 %": {"capacity": 0.125, "causal": "threshold"},
+    LEARNED: {"capacity": 0.25, "causal": "threshold"},
+    "learned, 50 %": {"capacity": 0.5, "causal": "threshold"},
+    "random, 25 %": {"capacity": 0.25, "scheme": "random"},
+    "random, 50 %": {"capacity": 0.5, "scheme": "random"},
+    ENTROPY: {"capacity": 0.25, "scheme": "random"},
+    ALL_KEYS: {"capacity": 0.25, "causal": "threshold"},
+}
+SHARES = (0.125, 0.25, 0.5)
+
+
+def choose_by_entropy(model: Any, capacity: float) -> None:
+    """In place of its noise, random routing takes the entropy of what this model foretells of the next byte."""
+    windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).train.windows(CONTEXT).spread(256)
+    cut = torch.cat([uncertainty(model, ids) for ids in windows.batches(16)]).flatten().quantile(1 - capacity)
+    shift = NormalDist().inv_cdf(1 - capacity) - cut  # where the causal rule of `random` cuts
+    forward, scores = RoutedCausalLM.routed_forward, list[Tensor]()
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores[:] = [uncertainty(model, kwargs["input_ids"] if "input_ids" in kwargs else args[0]) + shift]
+        return forward(self, *args, **kwargs)
+
+    RoutedCausalLM.routed_forward = remember
+    Router.noise = lambda self, real, positions, with_step: scores[0].clone()
+
+
+@torch.no_grad()
+def uncertainty(model: Any, ids: Tensor) -> Tensor:
+    """(B, T), in nats"""
+    logits = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    return -(logits.exp() * logits).sum(-1)
+
+
+def keep_all_keys() -> None:
+    """Chosen tokens attend to all earlier tokens, whose keys and values are made of the stream as it is."""
+
+    def process(self: Any, x: Tensor, route: Route, kwargs: Any, depth: Any, write: Any = None) -> Tensor:
+        attention, (cos, sin) = self.self_attn, kwargs["position_embeddings"]
+        h = self.input_layernorm(x)
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (layer(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for layer in layers)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q = route.gather(q.transpose(1, 2).flatten(2)).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        earlier = torch.arange(x.shape[1]) <= route.index[:, None, :, None]  # (B, 1, K, T)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=earlier)
+        tokens = route.gather(x)
+        tokens = tokens + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        return route.blend(x, tokens + self.mlp(self.post_attention_layernorm(tokens)))
+
+    RoutedLayer._process = process
+
+
+def folder_of(name: str, seed: int) -> Path:
+    return RUNS / f"{name.replace(' ', '-').replace(',', '').replace('%', '')}-seed{seed}"
+
+
+def trained(name: str, seed: int) -> Any:
+    """The model, once it is there: another process may be training it."""
+    while find(name, seed) is None:
+        time.sleep(10)
+    return mixdepth.load(str(folder_of(name, seed))).model.eval()
+
+
+def run(name: str, seed: int) -> dict[str, Any]:
+    settings = MODELS[name]
+    if "depth" not in settings:
+        settings = {"layers": 4, "depth": mixdepth.DepthConfig(**settings)}
+    if name == ENTROPY:
+        choose_by_entropy(trained(SHALLOW, seed), settings["depth"].capacity)
+        settings = {**settings, "compile": False}  # there are two models in a pass
+    if name == ALL_KEYS:
+        keep_all_keys()
+    done = mixdepth.train(folder_of(name, seed), seed=seed, **{**COMMON, **settings})
+    return {"name": name, "seed": seed, **done.result}
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def find(name: str, seed: int) -> dict[str, Any] | None:
+    return next((found for found in read() if (found["name"], found["seed"]) == (name, seed)), None)
+
+
+def table() -> None:
+    """Losses, and which share of the way from two dense layers to four each goes; seed by seed."""
+    header("model", "loss", "with look-ahead", "share of the worth of depth", "with look-ahead")
+    seeds = [seed for seed in range(100) if find(SHALLOW, seed) and find(DEEP, seed)]
+    for name in MODELS:
+        results = {seed: found for seed in seeds if (found := find(name, seed)) is not None}
+        losses, shares = [], []
+        for key in ("validation_loss", "validation_lookahead_loss"):
+            values = {seed: found[key] for seed, found in results.items() if key in found}
+            losses.append(" ".join(f"{loss:.4f}" for loss in values.values()))
+            shares.append(" ".join(f"{share_of_depth(loss, seed):.0%}" for seed, loss in values.items()))
+        row(name, *losses, *shares)
+
+
+def share_of_depth(loss: float, seed: int) -> float:
+    shallow, deep = (find(name, seed)["validation_loss"] for name in (SHALLOW, DEEP))
+    return (shallow - loss) / (shallow - deep)
+
+
+@torch.no_grad()
+def where(seed: int) -> None:
+    """On which tokens four dense layers are better than two: those that somebody would choose, or chose."""
+    models = {name: trained(name, seed) for name in (SHALLOW, DEEP, LEARNED)}
+    windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).validation.windows(CONTEXT).spread(1024)
+    ids = torch.stack([windows[index] for index in range(len(windows))])
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+
+    def losses(name: str) -> Tensor:
+        logits = torch.cat([models[name](input_ids=some, use_cache=False).logits for some in inputs.split(64)])
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # (B, T)
+
+    worth = losses(SHALLOW) - losses(DEEP)
+    fitted, tested = worth.chunk(2)
+    size = 256
+    sums = torch.zeros(size).index_add(0, inputs.chunk(2)[0].flatten(), fitted.flatten())
+    counts = torch.bincount(inputs.chunk(2)[0].flatten(), minlength=size)
+    by_byte = (sums / (counts + 50))[inputs.chunk(2)[1]]
+    by_entropy = torch.cat([uncertainty(models[SHALLOW], some) for some in inputs.chunk(2)[1].split(64)])
+    header("share of the tokens", *(f"{share:.1%}" for share in SHARES))
+    ways = {"by the entropy of 2 layers": by_entropy, "by the byte": by_byte + 1e-9 * torch.rand_like(by_byte)}
+    for name, scores in ways.items():
+        picks = [scores.flatten().topk(round(share * scores.numel())).indices for share in SHARES]
+        row(name, *(f"{tested.flatten()[pick].sum() / tested.sum():.0%}" for pick in picks))
+    with mixdepth.lookahead(models[LEARNED]):
+        outs = [models[LEARNED](input_ids=some, use_cache=False, output_routes=True) for some in inputs.split(64)]
+    for number, routes in enumerate(zip(*(out.routes for out in outs), strict=True), start=1):
+        chosen = torch.cat([torch.zeros_like(route.real).scatter(1, route.index, route.used) for route in routes])
+        share, held = chosen.float().mean(), worth[chosen].sum() / worth.sum()
+        print(f"the {share:.1%} that routed layer {number} of '{LEARNED}' chose hold {held:.0%} of the worth")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the results so far")
+    parser.add_argument("--shard", default="0/1", help="I/N: run every N-th model, from the I-th")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "SEED"), help="train this one alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.table:
+        print(describe())
+        table()
+        where(0)
+    elif options.one:
+        found = run(options.one[0], int(options.one[1]))
+        with open(RESULTS, "a") as file:
+            file.write(json.dumps(found) + "\n")
+    else:
+        shard, num_shards = map(int, options.shard.split("/"))
+        for seed in range(options.seeds):
+            for index, name in enumerate(MODELS):
+                if index % num_shards == shard and find(name, seed) is None:  # what one changes, no other sees
+                    subprocess.run([sys.executable, __file__, "--one", name, str(seed)], check=True)
