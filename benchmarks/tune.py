@@ -31,6 +31,9 @@ HEADS = {64: 2, 80: 5}
 NARROW = {**LONG, **FINE, "heads": 4}
 HALF_RATE = {"routed_learning_rate": 0.5, "router_learning_rate": 0.5}
 THRESHOLD = {**NARROW, **SLOWER, "depth": {"causal": "threshold"}}
+BY_RULE = {**NARROW, "learning_rate": None, "routed_learning_rate": None, "router_learning_rate": None}
+MEMORY = {**BY_RULE, "beta2": 0.99}
+EIGHTH, QUARTER = ({"causal": "threshold", "capacity": capacity} for capacity in (0.125, 0.25))
 CELLS = [
     # learning rate and batch at 1e13
     *(
@@ -130,6 +133,38 @@ CELLS = [
     ),
     # the rate once more, for both, around the best
     *({**kind, "learning_rate": rate} for rate in (1.13e-2, 5.7e-3) for kind in ({**NARROW, **DENSE}, THRESHOLD)),
+    # a longer memory of the gradients' squares; rates are those of the rule from here on
+    *(
+        {**MEMORY, **kind, "seed": seed}
+        for seed in (0, 10, 11)
+        for kind in (DENSE, {"depth": QUARTER}, {"depth": EIGHTH})
+    ),
+    *({**BY_RULE, "beta2": 0.999, **kind} for kind in (DENSE, {"depth": QUARTER})),
+    {**MEMORY, **DENSE, "width": 80, "heads": 5},
+    *({**MEMORY, **DENSE, **other} for other in ({"learning_rate": 1.13e-2}, {"batch_size": 2})),
+    {**MEMORY, "depth": QUARTER, "batch_size": 2},
+    {**MEMORY, "depth": {"scheme": "random", "capacity": 0.25}},
+    # other depths and places: more layers, a capacity of its own for each, or one that falls
+    {**BY_RULE, **DENSE, "layers": 3},
+    *({**BY_RULE, "depth": QUARTER, "layers": 6, "width": 48, "heads": 3, "seed": seed} for seed in (0, 10)),
+    {**BY_RULE, "depth": {**QUARTER, "layers": [1, 2, 4, 5]}, "layers": 6},
+    *({**BY_RULE, "depth": QUARTER, "capacity_steps": 0.2, "seed": seed} for seed in (0, 10)),
+    *({**MEMORY, "depth": {**QUARTER, "capacity": [0.5, 0.125]}, "seed": seed} for seed in (0, 10, 11)),
+    *(
+        {**MEMORY, "layers": layers, "depth": {**QUARTER, "capacity": capacities, "layers": routed}}
+        for layers, routed, capacities in (
+            (4, [1, 3], [0.125, 0.5]),
+            (4, [1, 2], [0.5, 0.125]),
+            (4, [2, 3], [0.5, 0.125]),
+            (5, [2, 3, 4], [0.5, 0.25, 0.125]),
+            (3, [1], [0.5]),
+        )
+    ),
+    # where the ladders of 3e13 should lie
+    *(
+        {**MEMORY, "flops": 3e13, "layers": layers, "width": width, "heads": width // 16, "depth": depth}
+        for layers, width, depth in ((2, 96, None), (3, 80, None), (6, 64, QUARTER), (6, 80, QUARTER))
+    ),
 ]
 
 
@@ -168,8 +203,9 @@ def table() -> None:
         depth = cell.get("depth", {})
         model = "dense" if depth is None else " ".join(["routed", *(f"{k} {v}" for k, v in depth.items())])
         names = ("layers", "width", "heads", "router_learning_rate", "routed_learning_rate", "max_grad_norm", "beta2")
-        other = " ".join(f"{name} {cell[name]}" for name in names if name in cell)
-        shown = [cell[name] for name in ("batch_size", "learning_rate", "warmup")]
+        others = [name for name in (*names, "capacity_steps") if cell.get(name) is not None]
+        other = " ".join(f"{name} {cell[name]}" for name in others)
+        shown = [cell["batch_size"], cell["learning_rate"] or "by rule", cell["warmup"]]
         losses = {seed: result["validation_loss"] for seed, result in results.items()}
         by_seed = ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())
         ahead = "" if depth is None else f"{mean(r['validation_lookahead_loss'] for r in results.values()):.4f}"
