@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: the changelog and the log, which lie beside docs/, and links out of it.
+"""What the site needs beyond its pages: what lies beside docs/, as the changelog and the log, and links out of it.
 
 mkdocs calls these functions by their names.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-BESIDE = ("CHANGELOG.md", "LOG.md")
-"""Pages of the repository that are pages of the site too."""
+BESIDE = ("CHANGELOG.md", "LOG.md", "studies/tuned/variants.svg")
+"""Pages and pictures of the repository that are the site's too."""
 
 
 def on_files(files: Any, config: Any) -> Any:
