@@ -3,11 +3,12 @@
 All models have width 64 and take the 6,510 steps that 1e13 FLOPs pay for a model of 4 layers with a quarter of the
 tokens in every second. Two dense layers are where it starts, four are what could be had, at twice the FLOPs: how far do
 routed layers get? Beside learned and random routing there are two that nobody could use: *entropy* chooses the tokens
-of which a trained model of 2 layers is least certain, and *all keys* lets the chosen tokens attend to all earlier ones.
+of which a trained model of 2 layers is least certain, the same in both layers, and *all keys* lets the chosen tokens
+attend to all earlier ones (its FLOPs count as if they did not, and keys and values learn at the rate of the layer).
 
     python benchmarks/why.py             # resumes; results in why.jsonl, models in runs/why
     python benchmarks/why.py --shard 0/2 & python benchmarks/why.py --shard 1/2
-    python benchmarks/why.py --table
+    python benchmarks/why.py --table     # why.md
 """
 
 import argparse
@@ -38,7 +39,6 @@ STEPS, CONTEXT = 6510, 256
 COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "context": CONTEXT, "width": 64, "heads": 4}
 COMMON |= {"batch_size": 4, "warmup": 0.3, "beta2": 0.99, "eval_windows": 4096, "steps": STEPS, "compile": True}
 SHALLOW, DEEP, LEARNED = "2 dense layers", "4 dense layers", "learned, 25 %"
-ENTROPY, ALL_KEYS = "entropy, 25 %", "learned, 25 %, all keys"
 MODELS: dict[str, dict[str, Any]] = {
     SHALLOW: {"layers": 2, "depth": None},
     DEEP: {"layers": 4, "depth": None},
@@ -47,14 +47,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned, 50 %": {"capacity": 0.5, "causal": "threshold"},
     "random, 25 %": {"capacity": 0.25, "scheme": "random"},
     "random, 50 %": {"capacity": 0.5, "scheme": "random"},
-    ENTROPY: {"capacity": 0.25, "scheme": "random"},
-    ALL_KEYS: {"capacity": 0.25, "causal": "threshold"},
+    "entropy, 25 %": {"capacity": 0.25, "scheme": "random"},
+    "entropy, 25 %, gate 1": {"capacity": 0.25, "scheme": "random", "gate": "one"},
+    "learned, 25 %, all keys": {"capacity": 0.25, "causal": "threshold"},
+    "entropy, 25 %, gate 1, all keys": {"capacity": 0.25, "scheme": "random", "gate": "one"},
 }
 SHARES = (0.125, 0.25, 0.5)
 
 
 def choose_by_entropy(model: Any, capacity: float) -> None:
-    """In place of its noise, random routing takes the entropy of what this model foretells of the next byte."""
+    """In place of its noise, random routing takes the entropy of what this model foretells of the next byte.
+
+    Before any routed model is made, whose class would have the old forward. A model that is loaded again has its noise.
+    """
     windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).train.windows(CONTEXT).spread(256)
     cut = torch.cat([uncertainty(model, ids) for ids in windows.batches(16)]).flatten().quantile(1 - capacity)
     shift = NormalDist().inv_cdf(1 - capacity) - cut  # where the causal rule of `random` cuts
@@ -109,10 +114,10 @@ def run(name: str, seed: int) -> dict[str, Any]:
     settings = MODELS[name]
     if "depth" not in settings:
         settings = {"layers": 4, "depth": mixdepth.DepthConfig(**settings)}
-    if name == ENTROPY:
+    if name.startswith("entropy"):
         choose_by_entropy(trained(SHALLOW, seed), settings["depth"].capacity)
         settings = {**settings, "compile": False}  # there are two models in a pass
-    if name == ALL_KEYS:
+    if name.endswith("all keys"):
         keep_all_keys()
     done = mixdepth.train(folder_of(name, seed), seed=seed, **{**COMMON, **settings})
     return {"name": name, "seed": seed, **done.result}
@@ -127,17 +132,22 @@ def find(name: str, seed: int) -> dict[str, Any] | None:
 
 
 def table() -> None:
-    """Losses, and which share of the way from two dense layers to four each goes; seed by seed."""
-    header("model", "loss", "with look-ahead", "share of the worth of depth", "with look-ahead")
-    seeds = [seed for seed in range(100) if find(SHALLOW, seed) and find(DEEP, seed)]
-    for name in MODELS:
-        results = {seed: found for seed in seeds if (found := find(name, seed)) is not None}
-        losses, shares = [], []
-        for key in ("validation_loss", "validation_lookahead_loss"):
-            values = {seed: found[key] for seed, found in results.items() if key in found}
-            losses.append(" ".join(f"{loss:.4f}" for loss in values.values()))
-            shares.append(" ".join(f"{share_of_depth(loss, seed):.0%}" for seed, loss in values.items()))
-        row(name, *losses, *shares)
+    """Losses, and which share of the way from two dense layers to four each goes, for which share of its FLOPs."""
+    header("model", "loss", "with look-ahead", "of the worth of depth", "with look-ahead", "of its FLOPs", "chosen")
+    for seed in (seed for seed in range(100) if find(SHALLOW, seed) and find(DEEP, seed)):
+        for name in MODELS:
+            found = find(name, seed)
+            if found is not None:
+                losses = [found[key] for key in ("validation_loss", "validation_lookahead_loss") if key in found]
+                shown = [*map("{:.4f}".format, losses), *[""] * (2 - len(losses))]
+                shown += [*(f"{share_of_depth(loss, seed):.0%}" for loss in losses), *[""] * (2 - len(losses))]
+                shown.append("" if name.endswith("all keys") else f"{share_of_flops(found['flops'], seed):.0%}")
+                row(name, *shown, " ".join(f"{share:.1%}" for share in found.get("validation_capacities", ())))
+
+
+def share_of_flops(flops: float, seed: int) -> float:
+    shallow, deep = (find(name, seed)["flops"] for name in (SHALLOW, DEEP))
+    return (flops - shallow) / (deep - shallow)
 
 
 def share_of_depth(loss: float, seed: int) -> float:
@@ -147,7 +157,7 @@ def share_of_depth(loss: float, seed: int) -> float:
 
 @torch.no_grad()
 def where(seed: int) -> None:
-    """On which tokens four dense layers are better than two: those that somebody would choose, or chose."""
+    """Which share of what four dense layers gain on two lies on the tokens that somebody would choose, or chose."""
     models = {name: trained(name, seed) for name in (SHALLOW, DEEP, LEARNED)}
     windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).validation.windows(CONTEXT).spread(1024)
     ids = torch.stack([windows[index] for index in range(len(windows))])
@@ -157,24 +167,26 @@ def where(seed: int) -> None:
         logits = torch.cat([models[name](input_ids=some, use_cache=False).logits for some in inputs.split(64)])
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # (B, T)
 
-    worth = losses(SHALLOW) - losses(DEEP)
-    fitted, tested = worth.chunk(2)
-    size = 256
-    sums = torch.zeros(size).index_add(0, inputs.chunk(2)[0].flatten(), fitted.flatten())
-    counts = torch.bincount(inputs.chunk(2)[0].flatten(), minlength=size)
-    by_byte = (sums / (counts + 50))[inputs.chunk(2)[1]]
-    by_entropy = torch.cat([uncertainty(models[SHALLOW], some) for some in inputs.chunk(2)[1].split(64)])
-    header("share of the tokens", *(f"{share:.1%}" for share in SHARES))
-    ways = {"by the entropy of 2 layers": by_entropy, "by the byte": by_byte + 1e-9 * torch.rand_like(by_byte)}
-    for name, scores in ways.items():
-        picks = [scores.flatten().topk(round(share * scores.numel())).indices for share in SHARES]
-        row(name, *(f"{tested.flatten()[pick].sum() / tested.sum():.0%}" for pick in picks))
+    shallow = losses(SHALLOW)
+    worth = shallow - losses(DEEP)
+    (fit, _), (fit_worth, worth), (_, shallow), (_, test) = (some.chunk(2) for some in (inputs, worth, shallow, inputs))
+    sums = torch.zeros(256).index_add(0, fit.flatten(), fit_worth.flatten())
+    by_byte = (sums / (torch.bincount(fit.flatten(), minlength=256) + 50))[test]  # rare bytes say little
+    scores = {
+        "the shallow model is least certain": torch.cat(
+            [uncertainty(models[SHALLOW], some) for some in test.split(64)]
+        ),
+        "are the bytes on which depth gains most": by_byte + 1e-9 * torch.rand_like(by_byte),
+    }
     with mixdepth.lookahead(models[LEARNED]):
-        outs = [models[LEARNED](input_ids=some, use_cache=False, output_routes=True) for some in inputs.split(64)]
+        outs = [models[LEARNED](input_ids=some, use_cache=False, output_routes=True) for some in test.split(64)]
     for number, routes in enumerate(zip(*(out.routes for out in outs), strict=True), start=1):
-        chosen = torch.cat([torch.zeros_like(route.real).scatter(1, route.index, route.used) for route in routes])
-        share, held = chosen.float().mean(), worth[chosen].sum() / worth.sum()
-        print(f"the {share:.1%} that routed layer {number} of '{LEARNED}' chose hold {held:.0%} of the worth")
+        scores[f"routed layer {number} of '{LEARNED}' would choose"] = torch.cat([route.logits for route in routes])
+    header("those of a window that", *(f"{share:.1%} of the tokens" for share in SHARES), "of the loss, at 25 %")
+    for name, score in scores.items():
+        picks = [score.topk(round(share * score.shape[1])).indices for share in SHARES]
+        held = [worth.gather(1, pick).sum() / worth.sum() for pick in picks]
+        row(name, *(f"{share:.0%}" for share in held), f"{shallow.gather(1, picks[1]).sum() / shallow.sum():.0%}")
 
 
 if __name__ == "__main__":
@@ -188,7 +200,9 @@ if __name__ == "__main__":
     if options.table:
         print(describe())
         table()
-        where(0)
+        print()
+        if all(folder_of(name, 0).exists() for name in (SHALLOW, DEEP, LEARNED)):
+            where(0)
     elif options.one:
         found = run(options.one[0], int(options.one[1]))
         with open(RESULTS, "a") as file:
