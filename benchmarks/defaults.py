@@ -11,12 +11,11 @@ and spreads over seeds.
 
 import argparse
 import itertools
-import json
 import math
 from pathlib import Path
 
 import torch
-from machine import header, row
+from machine import header, record, recorded, row
 from small import batches, byte_llama, stdlib_bytes, windows_of
 from tqdm import tqdm
 
@@ -61,7 +60,7 @@ def train(settings: dict[str, object], seed: int) -> dict[str, object]:
 
 
 def table() -> None:
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = recorded(RESULTS)
     header("settings", "causal loss", "over seeds", "look-ahead", "realised capacity", "seeds")
     for settings in VARIANTS:
         runs = [row for row in rows if row["settings"] == settings]
@@ -81,9 +80,7 @@ if __name__ == "__main__":
     if parser.parse_args().table:
         table()
     else:
-        done = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+        done = recorded(RESULTS)
         for seed, settings in itertools.product(SEEDS, VARIANTS):
             if not any(row["settings"] == settings and row["seed"] == seed for row in done):
-                result = train(settings, seed)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                record(RESULTS, train(settings, seed))

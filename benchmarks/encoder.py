@@ -14,7 +14,6 @@ appended to encoder.jsonl; one that is there already is not repeated.
 """
 
 import argparse
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from astropy_iers_data import IERS_B_FILE
-from machine import describe, header, row
+from machine import describe, header, record, recorded, row
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -148,21 +147,15 @@ def linear_regression(windows: dict[str, Windows]) -> float:
     return (inputs(windows["test"]) @ weight - windows["test"].change).abs().mean().item()
 
 
-def results() -> list[dict]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def best_learning_rate(variant: str) -> float:
-    tuning = [run for run in results() if run["variant"] == variant and run["seed"] == TUNING_SEED]
+    tuning = [run for run in recorded(RESULTS) if run["variant"] == variant and run["seed"] == TUNING_SEED]
     return min(tuning, key=lambda run: run["validation"])["learning_rate"]
 
 
 def train_if_missing(variant: str, learning_rate: float, seed: int) -> None:
     settings = {"variant": variant, "learning_rate": learning_rate, "seed": seed}
-    if not any(settings.items() <= run.items() for run in results()):
-        run = train(**settings)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(run) + "\n")
+    if not any(settings.items() <= run.items() for run in recorded(RESULTS)):
+        record(RESULTS, train(**settings))
 
 
 def forward_flops(variant: str) -> int:
@@ -189,7 +182,7 @@ def table() -> None:
     )
     header(*columns)
     for variant in VARIANTS:
-        runs = [run for run in results() if run["variant"] == variant and run["seed"] in SEEDS]
+        runs = [run for run in recorded(RESULTS) if run["variant"] == variant and run["seed"] in SEEDS]
         errors = [run["test"] for run in runs]
         milliseconds = [1e3 * s for s in seconds[variant]]
         row(
@@ -203,7 +196,9 @@ def table() -> None:
         )
     row("linear regression", f"{linear_regression(windows):.1f}", "", "", "", "", "")
     row("no change", f"{windows['test'].change.abs().mean():.1f}", "", "", "", "", "")
-    routed = [run["last_day"] for run in results() if run["variant"].startswith("routed") and run["seed"] in SEEDS]
+    routed = [
+        run["last_day"] for run in recorded(RESULTS) if run["variant"].startswith("routed") and run["seed"] in SEEDS
+    ]
     shares = torch.tensor(routed).mean(0)
     print("\nIn the routed encoder the last day, which is read, is processed by")
     print(", ".join(f"{count} layers in {share:.0%}" for count, share in enumerate(shares)), "of the test windows.")

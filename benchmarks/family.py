@@ -11,14 +11,13 @@ repeated, so the script may be stopped and started again, or run in several proc
 
 import argparse
 import itertools
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import header, row
+from machine import header, record, recorded, row
 from small import batches, byte_llama, stdlib_bytes, windows_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -119,7 +118,7 @@ def train(name: str, seed: int, text: tuple[torch.Tensor, torch.Tensor]) -> dict
 
 
 def table() -> None:
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = recorded(RESULTS)
     header("variant", "parameters", "steps", "causal loss", "over seeds", "look-ahead", "realised capacity", "F1")
     for name in VARIANTS:
         runs = [run for run in rows if run["name"] == name]
@@ -154,11 +153,9 @@ if __name__ == "__main__":
     else:
         shard, num_shards = map(int, options.shard.split("/"))
         torch.set_num_threads(max(1, torch.get_num_threads() // num_shards))
-        done = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+        done = recorded(RESULTS)
         finished = {(run["name"], run["seed"]) for run in done}
         text = stdlib_bytes()
         for index, (seed, name) in enumerate(itertools.product(SEEDS, VARIANTS)):
             if index % num_shards == shard and (name, seed) not in finished:
-                result = train(name, seed, text)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                record(RESULTS, train(name, seed, text))

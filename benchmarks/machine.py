@@ -1,9 +1,11 @@
-"""What the benchmarks share beside `mixdepth.bench`: instructions that work, memory, Markdown tables."""
+"""What the benchmarks share beside `mixdepth.bench`: instructions that work, memory, recorded runs, Markdown tables."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 
@@ -28,6 +30,16 @@ def peak_memory() -> int:
     """Bytes of this process at their highest. (getrusage would count those of the parent before exec too.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file of JSON lines; none if there is no file yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def record(path: Path, run: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(run) + "\n")
 
 
 def row(*cells: object) -> None:

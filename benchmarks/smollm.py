@@ -15,7 +15,6 @@ variants are not done again.
 import argparse
 import gzip
 import hashlib
-import json
 import re
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from machine import describe, header, row
+from machine import describe, header, record, recorded, row
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text", type=Path, help="the folder of texts")
@@ -271,21 +270,16 @@ def speed(names: list[str], text: Path, models: Path, flops: float, repeats: int
 # --- what was measured ---
 
 
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def append(line: dict[str, Any]) -> None:
-    with open(RESULTS, "a") as file:
-        file.write(json.dumps({**line, "machine": describe()}) + "\n")
+    record(RESULTS, {**line, "machine": describe()})
 
 
 def table() -> None:
     """The losses, against the original and against the original tuned alike, and the speeds."""
     from mixdepth.evaluation import interval
 
-    losses = {(line["name"], line["budget"]): line for line in read() if "prose" in line}
-    speeds = {(line["name"], line["budget"]): line["speed"] for line in read() if "speed" in line}
+    losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
+    speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}
     header(
         *("variant", "FLOPs", "prose", "Python", "prose, to the original", "Python, to the original"),
         *("both, to the original tuned alike", "realised", "tokens/s at 1", "at 8", "cache"),
@@ -325,8 +319,8 @@ def plot(folder: Path) -> None:
     from mixdepth.report.figures import save
     from mixdepth.report.speed import Row, draw_speed
 
-    losses = {(line["name"], line["budget"]): line for line in read() if "prose" in line}
-    speeds = {(line["name"], line["budget"]): line["speed"] for line in read() if "speed" in line}
+    losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
+    speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}
     first = next(key for key in speeds if key[0] == "original")
     for size in (1, 8):
         base, rows = speeds[first][f"tokens/s at {size}"], []
@@ -344,7 +338,7 @@ def plot(folder: Path) -> None:
 
 def main(text: Path, flops: float, only: list[str] | None, models: Path) -> None:
     for name in only or VARIANTS:
-        if not any(line["name"] == name and line["budget"] == flops and "prose" in line for line in read()):
+        if not any(line["name"] == name and line["budget"] == flops and "prose" in line for line in recorded(RESULTS)):
             line = measure(name, text, models, flops)
             append(line)
             print(name, {domain: round(line[domain]["loss"], 4) for domain in DOMAINS}, flush=True)

@@ -9,11 +9,10 @@ First the learning rate at three sizes, then the other settings, one at a time, 
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from machine import describe, header, row
+from machine import describe, header, record, recorded, row
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 BUDGETS = {(4, 64): 3e12, (6, 96): 6e12, (8, 128): 8e12}
@@ -74,12 +73,8 @@ def run(cell: dict) -> dict:
         return {**cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
 
 
-def read() -> list[dict]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def table() -> None:
-    results = read()
+    results = recorded(RESULTS)
     header("layers x width", "kind", "steps", *(f"{rate:g}" for rate in RATES))
     for layers, width in BUDGETS:
         for kind in ("dense", "routed"):
@@ -129,7 +124,5 @@ if __name__ == "__main__":
     else:
         shard, num_shards = map(int, options.shard.split("/"))
         for index, cell in enumerate(cells()):
-            if index % num_shards == shard and not _find(read(), cell):
-                result = run(cell)
-                with open(RESULTS, "a") as file:
-                    file.write(json.dumps(result) + "\n")
+            if index % num_shards == shard and not _find(recorded(RESULTS), cell):
+                record(RESULTS, run(cell))

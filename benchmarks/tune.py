@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-from machine import describe, header, row
+from machine import describe, header, record, recorded, row
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 COMMON = {"corpus": "python", "validation": 0.02, "test": 0.02, "width": 64, "save_every": 10**9, "log_every": 100}
@@ -180,12 +180,10 @@ def run(cell: dict) -> dict:
         return {"cell": cell, "steps": done.about["steps"], "parameters": done.about["parameters"], **done.result}
 
 
-def read() -> list[dict]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def find(cell: dict) -> dict | None:
-    return next((result for result in read() if {**DEFAULTS, **result["cell"]} == {**DEFAULTS, **cell}), None)
+    return next(
+        (result for result in recorded(RESULTS) if {**DEFAULTS, **result["cell"]} == {**DEFAULTS, **cell}), None
+    )
 
 
 def table() -> None:
@@ -225,6 +223,4 @@ if __name__ == "__main__":
         shard, num_shards = map(int, options.shard.split("/"))
         for index, cell in enumerate(CELLS):
             if index % num_shards == shard and find(cell) is None:
-                result = run(cell)
-                with open(RESULTS, "a") as file:
-                    file.write(json.dumps(result) + "\n")
+                record(RESULTS, run(cell))

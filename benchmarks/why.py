@@ -12,17 +12,15 @@ attend to all earlier ones (its FLOPs count as if they did not, and keys and val
 """
 
 import argparse
-import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import describe, header, row
+from machine import describe, header, record, recorded, row
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -104,9 +102,8 @@ def folder_of(name: str, seed: int) -> Path:
 
 
 def trained(name: str, seed: int) -> Any:
-    """The model, once it is there: another process may be training it."""
-    while find(name, seed) is None:
-        time.sleep(10)
+    if find(name, seed) is None:
+        sys.exit(f"'{name}' of seed {seed} is not trained yet: python {sys.argv[0]} --one '{name}' {seed}")
     return mixdepth.load(str(folder_of(name, seed))).model.eval()
 
 
@@ -123,36 +120,27 @@ def run(name: str, seed: int) -> dict[str, Any]:
     return {"name": name, "seed": seed, **done.result}
 
 
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def find(name: str, seed: int) -> dict[str, Any] | None:
-    return next((found for found in read() if (found["name"], found["seed"]) == (name, seed)), None)
+    return next((found for found in recorded(RESULTS) if (found["name"], found["seed"]) == (name, seed)), None)
 
 
-def table() -> None:
+def table(seed: int) -> None:
     """Losses, and which share of the way from two dense layers to four each goes, for which share of its FLOPs."""
+    ends = find(SHALLOW, seed), find(DEEP, seed)
+
+    def share(key: str, value: float) -> str:
+        shallow, deep = (end[key] for end in ends)
+        return f"{(value - shallow) / (deep - shallow):z.0%}"
+
     header("model", "loss", "with look-ahead", "of the worth of depth", "with look-ahead", "of its FLOPs", "chosen")
-    for seed in (seed for seed in range(100) if find(SHALLOW, seed) and find(DEEP, seed)):
-        for name in MODELS:
-            found = find(name, seed)
-            if found is not None:
-                losses = [found[key] for key in ("validation_loss", "validation_lookahead_loss") if key in found]
-                shown = [*map("{:.4f}".format, losses), *[""] * (2 - len(losses))]
-                shown += [*(f"{share_of_depth(loss, seed):.0%}" for loss in losses), *[""] * (2 - len(losses))]
-                shown.append("" if name.endswith("all keys") else f"{share_of_flops(found['flops'], seed):.0%}")
-                row(name, *shown, " ".join(f"{share:.1%}" for share in found.get("validation_capacities", ())))
-
-
-def share_of_flops(flops: float, seed: int) -> float:
-    shallow, deep = (find(name, seed)["flops"] for name in (SHALLOW, DEEP))
-    return (flops - shallow) / (deep - shallow)
-
-
-def share_of_depth(loss: float, seed: int) -> float:
-    shallow, deep = (find(name, seed)["validation_loss"] for name in (SHALLOW, DEEP))
-    return (shallow - loss) / (shallow - deep)
+    for name in MODELS:
+        found = find(name, seed)
+        if found is not None:
+            losses = [found["validation_loss"], found.get("validation_lookahead_loss")]
+            shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+            shown += ["" if loss is None else share("validation_loss", loss) for loss in losses]
+            shown.append("" if name.endswith("all keys") else share("flops", found["flops"]))
+            row(name, *shown, " ".join(f"{chosen:.1%}" for chosen in found.get("validation_capacities", ())))
 
 
 @torch.no_grad()
@@ -199,14 +187,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if options.table:
         print(describe())
-        table()
+        table(seed=0)
         print()
         if all(folder_of(name, 0).exists() for name in (SHALLOW, DEEP, LEARNED)):
-            where(0)
+            where(seed=0)
     elif options.one:
-        found = run(options.one[0], int(options.one[1]))
-        with open(RESULTS, "a") as file:
-            file.write(json.dumps(found) + "\n")
+        record(RESULTS, run(options.one[0], int(options.one[1])))
     else:
         shard, num_shards = map(int, options.shard.split("/"))
         for seed in range(options.seeds):
