@@ -141,6 +141,7 @@ CELLS = [
     ),
     *({**BY_RULE, "beta2": 0.999, **kind} for kind in (DENSE, {"depth": QUARTER})),
     {**MEMORY, **DENSE, "width": 80, "heads": 5},
+    {**BY_RULE, **DENSE, "max_grad_norm": 0.0},
     *({**MEMORY, **DENSE, **other} for other in ({"learning_rate": 1.13e-2}, {"batch_size": 2})),
     {**MEMORY, "depth": QUARTER, "batch_size": 2},
     {**MEMORY, "depth": {"scheme": "random", "capacity": 0.25}},
