@@ -23,7 +23,7 @@ class Chooser(nn.Module):
     """The fraction of the tokens to choose; None is no limit."""
     threshold: Tensor
     """What a score must exceed by the causal rule, one for each expert among experts."""
-    observed: Tensor | float = 0.0
+    observed: Tensor | float
     """(2, ...): what thresholds would have chosen as training did since the last update, summed over rows, and the
     number of rows."""
     forced_lookahead: int = 0
@@ -34,6 +34,7 @@ class Chooser(nn.Module):
         self.momentum = config.threshold_momentum
         self.estimates = estimates
         """Whether the threshold is a running estimate; otherwise it stays where it is, at even odds."""
+        self.observed = 0.0  # from the start, or torch.compile would make another graph once it is there
         self.register_buffer("threshold", torch.empty(shape, dtype=router_dtype()))
 
     def reset_threshold(self) -> None:

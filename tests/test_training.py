@@ -229,8 +229,10 @@ def test_other_ways_of_computing_train_alike(setting, finished, corpus, tmp_path
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("capacity_steps", "num_graphs"), [(0, 1), (9, 10)])
-def test_a_compiled_run_has_a_graph_for_each_capacity(corpus, tmp_path, capacity_steps, num_graphs):
+@pytest.mark.parametrize(
+    ("causal", "capacity_steps", "num_graphs"), [("predictor", 0, 1), ("threshold", 0, 1), ("predictor", 9, 10)]
+)
+def test_a_compiled_run_has_a_graph_for_each_capacity(corpus, tmp_path, causal, capacity_steps, num_graphs):
     """Logged steps and others share it; of falling capacities there are more than the 8 at which torch would stop."""
     compiled = []
 
@@ -241,7 +243,7 @@ def test_a_compiled_run_has_a_graph_for_each_capacity(corpus, tmp_path, capacity
     torch._dynamo.reset()
     settings = {**TINY, "layers": 1, "corpus": corpus, "steps": 10, "log_every": 100}
     settings["capacity_steps"] = capacity_steps
-    depth = mixdepth.DepthConfig(capacity=0.25, every=1)
+    depth = mixdepth.DepthConfig(capacity=0.25, every=1, causal=causal)
     config = mixdepth.TrainConfig(**settings, compile=True, depth=depth)
     compile_model = torch.compile
     with pytest.MonkeyPatch.context() as patch:  # counted, and not translated to machine code
