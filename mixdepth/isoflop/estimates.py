@@ -38,7 +38,7 @@ def estimate(statistic: Statistic, seeds: Sequence[int]) -> Estimate:
     by_seed = {seed: found for seed, found in alone.items() if math.isfinite(found)}
     if len(seeds) < 2:
         return Estimate(value, None, None, by_seed)
-    half = float(_scipy_stats().t.ppf(1 - LEVEL / 2, len(seeds) - 1)) * standard_error(statistic, seeds)
+    half = float(scipy_stats().t.ppf(1 - LEVEL / 2, len(seeds) - 1)) * standard_error(statistic, seeds)
     drawn = np.percentile([statistic(draw) for draw in _draws(seeds)], [2.5, 97.5])
     return Estimate(value, _interval(value - half, value + half), _interval(*drawn), by_seed)
 
@@ -61,7 +61,7 @@ def p_value(statistic: Statistic, seeds: Sequence[int], edge: float = 0.0, alter
     error = standard_error(statistic, seeds)
     if error < 1e-12:  # rounding
         return math.nan
-    t, tail = (statistic(seeds) - edge) / error, _scipy_stats().t(len(seeds) - 1)
+    t, tail = (statistic(seeds) - edge) / error, scipy_stats().t(len(seeds) - 1)
     match alternative:
         case "less":
             return float(tail.cdf(t))
@@ -76,7 +76,7 @@ def _draws(seeds: Sequence[int]) -> list[list[int]]:
     return [list(np.array(seeds)[generator.integers(len(seeds), size=len(seeds))]) for _ in range(DRAWS)]
 
 
-def _scipy_stats() -> Any:
+def scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError as error:

@@ -16,6 +16,7 @@ from mixdepth.files import read_json, write_json
 from mixdepth.isoflop.claims import tested
 from mixdepth.isoflop.curves import MIN_SIZES, Curve, Pair, Point
 from mixdepth.isoflop.estimates import estimate
+from mixdepth.isoflop.pooled import pooled
 from mixdepth.isoflop.sealed import sealed_losses
 from mixdepth.isoflop.study import FITS, OF_CURVES, Cell, Losses, Study
 from mixdepth.isoflop.variants import parse_variant
@@ -62,10 +63,11 @@ def _curve_table(curves: list[dict[str, Any]]) -> str:
 
 
 def _pair_table(pairs: list[dict[str, Any]]) -> str:
-    rows = [["budget", "variant", "against", "loss", "interval", "bootstrap", "optimum", "curves cross at"]]
+    rows = [["budget", "variant", "against", "loss", "interval", "bootstrap", "by runs", "optimum", "curves cross at"]]
     for pair in pairs:
         row = [short(pair["budget"]), pair["variant"], pair["against"], _as(pair["loss"], "+.2%")]
-        row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval")]
+        row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval", "pooled_interval")]
+        row[-1] += _as(pair["p_of_seeds"], " (p of seeds {:.2g})")
         row.append(f"{_as(pair['optimum_ratio'], 'x {:.2f}')} {_range(pair['optimum_ratio_interval'], '.2f')}")
         crossing = ", ".join(f"{size:,.0f}" for size in pair["crossings"])
         if pair["crossing_ratio"] is not None:
@@ -73,7 +75,7 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
             crossing += f", x {pair['crossing_ratio']:.2f} {_range(pair['crossing_ratio_interval'], '.2f')}"
             crossing = f"{crossing.rstrip()}; {lower} is lower above"
         rows.append([*row, crossing])
-    return columns(rows, left=(1, 2, 7)) if pairs else ""
+    return columns(rows, left=(1, 2, 8)) if pairs else ""
 
 
 def _test_table(tests: list[dict[str, Any]]) -> str:
@@ -229,6 +231,7 @@ def _compare(pair: Pair) -> dict[str, Any]:
     size = estimate(pair.relative_size, seeds) if is_bracketed else None
     crosses = is_bracketed and len(pair.crossings(seeds)) == 1
     crossing = estimate(pair.relative_crossing, seeds) if crosses else None
+    by_runs = pooled(pair) if is_bracketed else None
     return {
         "budget": pair.one.budget,
         "variant": pair.one.variant,
@@ -237,6 +240,9 @@ def _compare(pair: Pair) -> dict[str, Any]:
         "loss": None if loss is None else loss.value,
         "t_interval": None if loss is None else loss.t_interval,
         "bootstrap_interval": None if loss is None else loss.bootstrap_interval,
+        "pooled_interval": None if by_runs is None else by_runs.interval,
+        "noise": None if by_runs is None else by_runs.noise,
+        "p_of_seeds": None if by_runs is None else by_runs.p_of_seeds,
         "is_bracketed": is_bracketed,
         "optimum_ratio": None if size is None else math.exp(size.value),
         "optimum_ratio_interval": None if size is None else _exp(size.t_interval),
