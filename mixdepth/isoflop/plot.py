@@ -115,7 +115,8 @@ def _draw(axes: Any, curve: dict[str, Any], style: dict[str, Any], label: str) -
             markersize=3,
             alpha=0.6,
         )
-    axes.plot(sizes, [point["loss"] for point in curve["points"]], style["marker"], color=style["color"], label=label)
+    axes.plot(sizes, [point["loss"] for point in curve["points"]], style["marker"], color=style["color"])
+    axes.plot([], [], linewidth=1.4, label=label, **style)  # the legend shows how the line is drawn too
     if curve["parabola"] is not None:
         x = np.linspace(np.log(min(sizes)), np.log(max(sizes)), 200)
         axes.plot(np.exp(x), np.polyval(curve["parabola"], x), linewidth=1.4, **line)
