@@ -102,7 +102,8 @@ def test_distillation_pulls_towards_the_pretrained_model(pretrained, converted, 
     first, *_, last = [line for line in run.metrics if "loss" in line]
     assert first["distill_loss"] == 0  # it still is the pretrained model
     assert last["distill_loss"] > 0
-    assert last["loss"] == pytest.approx(last["distill_loss"] + 0.01 * last["predictor_loss"], rel=1e-5)
+    # the language model's own loss, about 5 nats, is added and taken off again in float32
+    assert last["loss"] == pytest.approx(last["distill_loss"] + 0.01 * last["predictor_loss"], abs=2e-6)
     flops = mixdepth.tune(converted, tmp_path / "alone", corpus=corpus, steps=24, **TUNING).result["flops"]
     teacher = mixdepth.count_flops(AutoModelForCausalLM.from_pretrained(pretrained), 32).total
     assert run.result["flops"] == flops + 24 * 4 * teacher
