@@ -263,7 +263,10 @@ def test_a_cell_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(tm
         while not processes_of(found.folder):
             time.sleep(0.02)
         has = processes_of(found.folder)[0].environ()
-    assert {name: has[name] for name in runner.ENVIRONMENT} == {**runner.ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert {name: has[name] for name in runner.ENVIRONMENT} == {
+        **runner.ENVIRONMENT,
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+    }
 
 
 @pytest.fixture(scope="module")
