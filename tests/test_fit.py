@@ -190,12 +190,17 @@ def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
     differs, larger = fitted.tests
     assert differs["verdict"].endswith("; not bracketed")
     assert larger["verdict"] == "an optimum is not bracketed"
-    assert fitted.comparisons[0]["optimum_ratio"] is None
-    assert "not bracketed" in str(fitted)
+    (pair,) = fitted.comparisons
+    assert pair["optimum_ratio"] is None
+    dense, mod = (curve["best"]["loss"] for curve in fitted.curves)
+    assert pair["loss"] == pytest.approx(mod / dense - 1)  # and not the lowest point of one against a size of the other
+    (line,) = (line for line in str(fitted).splitlines() if line.split()[1:3] == ["mod", "dense"])
+    assert line.endswith("not bracketed")
 
 
 def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path):
-    folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.3, 0.1)})
+    curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.3, 0.1)}
+    folder = write_study(tmp_path / "study", curves, [claim("differs")], noise=1e-4)
     for name in ("1x16/seed0", "1x16/seed1", "2x16/seed2"):
         (folder / "cells" / "10000000000000.0" / "dense" / name / "result.json").unlink()
     fitted = isoflop.fit(folder)
@@ -208,6 +213,7 @@ def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path)
         "3x16/seed2": "other sizes lack its seed",
         "4x16/seed2": "other sizes lack its seed",
     }
+    assert fitted.tests[0]["verdict"].endswith("; interim, 3 of 4 sizes of dense; interim, 2 of 3 seeds")
     assert (fitted.finished, fitted.planned) == (21, 24)
     assert str(fitted).startswith("21 of 24 runs, 18 used")
 
@@ -399,3 +405,9 @@ def test_a_damaged_fit_is_named(damage, tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it anew"):
         isoflop.plot(folder)
+    with pytest.raises(ValueError, match=r"has no fit-test.json: mixdepth isoflop fit .*study --split test makes it"):
+        isoflop.plot(folder, split="test")
+    path.rename(folder / "fit-test.json").write_text('{"curves": []}')
+    for opened_again in (isoflop.fit, isoflop.plot):
+        with pytest.raises(ValueError, match=r"fit-test.json' is damaged .*: restore it: the test text is opened once"):
+            opened_again(folder, split="test")

@@ -101,9 +101,11 @@ def test_the_time_of_a_cell_counts_its_evaluation(tmp_path, corpus, monkeypatch)
 
 def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):
     variants = ["dense", "mod:capacity=0.5", "random:capacity=0.5", "mod:capacity=0.5:every=1", "mod"]
-    one_size = plan(tmp_path / "one size", corpus, variants=variants).hypotheses
+    one_size = plan(tmp_path / "one size", corpus, variants=variants, seeds=2).hypotheses
     assert {claim.kind for claim in one_size} == {"differs", "equivalent", "less"}  # the others take curves
-    found = plan(tmp_path / "study", corpus, variants=variants, sizes=3, centre=3e5, budgets=[3e9])
+    ladders = {"variants": variants, "sizes": 3, "centre": 3e5, "budgets": [3e9]}
+    assert plan(tmp_path / "study", corpus, **ladders).hypotheses == []  # of one seed none could be tested, ever
+    found = plan(tmp_path / "study", corpus, **ladders, seeds=3)
     claims = {(claim.kind, claim.variant, claim.against): claim for claim in found.hypotheses}
     half, random = "mod:capacity=0.5", "random:capacity=0.5"
     for key in (
@@ -114,7 +116,7 @@ def test_the_hypotheses_are_in_the_plan(tmp_path, corpus):
         ("less", half, random),
         ("less", half, f"{half}:every=1"),
     ):
-        assert claims[key].seeds == [0]
+        assert claims[key].seeds == [0, 1, 2]
         assert claims.pop(key).family == "primary"
     for key in (("differs", "mod", half), ("differs", "mod", "dense")):
         assert claims.pop(key).family == "exploratory"
@@ -126,14 +128,17 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
     before = Study.read(study)
     grown = shutil.copytree(study, study.parent / "grown")
     after = plan(grown, corpus, variants=["dense", "random"], seeds=[0, 7])
+    assert after.hypotheses == []  # of the seeds of mod there is one
+    last = plan(grown, corpus, variants=["mod"], seeds=[7])
     assert after.cells[: len(before.cells)] == before.cells
     assert [(cell.variant, cell.seed) for cell in after.cells[2:]] == [("dense", 7), ("random", 0), ("random", 7)]
-    assert after.hypotheses[: len(before.hypotheses)] == before.hypotheses
-    (late,) = after.hypotheses[len(before.hypotheses) :]
-    assert (late.kind, late.variant, late.against) == ("less", "mod", "random")
-    assert (late.family, late.finished_before, late.seeds) == ("exploratory", 1, [0])  # an afterthought
+    late = {claim.kind: claim for claim in last.hypotheses}
+    assert (late["less"].variant, late["less"].against) == ("mod", "random")
+    for kind, known in (("less", 1), ("differs", 2), ("equivalent", 1)):  # afterthoughts: seed 0 is known
+        assert (late[kind].family, late[kind].finished_before, late[kind].seeds) == ("exploratory", known, [0, 7])
     later = plan(grown, corpus, variants=["dense", "mod:capacity=0.5", "random:capacity=0.5"], seeds=[8, 9])
-    fresh = later.hypotheses[len(after.hypotheses) :]
+    assert later.hypotheses[: len(last.hypotheses)] == last.hypotheses
+    fresh = later.hypotheses[len(last.hypotheses) :]
     assert {(claim.kind, claim.variant, claim.against, claim.family) for claim in fresh} == {
         ("differs", "mod:capacity=0.5", "dense", "primary"),
         ("equivalent", "mod:capacity=0.5", "mod:capacity=0.5", "primary"),

@@ -24,7 +24,7 @@ def draw(generator, noise=0.01, favour=0.0, gain=-0.01, seeds=SEEDS):
             values = loss + 0.1 * math.log(size / best) ** 2 + own + noise * generator.normal(size=len(seeds))
             losses = {seed: float(value) for seed, value in zip(seeds, values, strict=True)}
             points.append(Point("1x16", int(size), 2 * size, losses, losses, dict.fromkeys(seeds)))
-        curves.append(Curve(1e13, "variant", tuple(points), seeds, True))
+        curves.append(Curve(1e13, "variant", tuple(points), seeds, len(points)))
     return Pair.of(*curves)
 
 

@@ -255,6 +255,17 @@ def test_a_cell_that_is_ended_just_before_its_study_is_stopped_has_not_failed(tm
     assert found.failure(cell) is None
 
 
+def test_a_cell_that_dies_of_anything_says_why(tmp_path, corpus, monkeypatch):
+    def train(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(runner, "train", train)
+    found = plan(tmp_path / "study", corpus, variants=["dense"])
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        isoflop.run(found.folder, cell=found.cells[0].name)
+    assert found.failure(found.cells[0]) == "DefaultCPUAllocator: can't allocate memory"
+
+
 def test_a_cell_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(tmp_path, corpus, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     found = plan(tmp_path / "study", corpus, budgets=[1e10], variants=["dense"])

@@ -39,6 +39,9 @@ def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str
             notes.append("at equal FLOPs")
         elif not pair.is_bracketed:
             notes.append("not bracketed")
+    for curve in (one,) if one is other else (one, other):
+        if len(curve.points) < curve.num_planned:
+            notes.append(f"interim, {len(curve.points)} of {curve.num_planned} sizes of {curve.variant}")
     if len(pair.seeds) < len(claim.seeds):
         notes.append(f"interim, {len(pair.seeds)} of {len(claim.seeds)} seeds")
     return {

@@ -46,8 +46,13 @@ class Curve(NamedTuple):
     variant: str
     points: tuple[Point, ...]
     seeds: list[int]
-    is_ladder: bool
-    """Whether it is planned with sizes enough for a parabola; if not, sizes of equal FLOPs are compared."""
+    num_planned: int
+    """Sizes that it is planned with."""
+
+    @property
+    def is_ladder(self) -> bool:
+        """Whether these are to be enough for a parabola; if not, sizes of equal FLOPs are compared."""
+        return self.num_planned >= MIN_SIZES
 
     @property
     def best(self) -> Point:
@@ -57,6 +62,10 @@ class Curve(NamedTuple):
     def optimum(self, seeds: Sequence[int]) -> Optimum:
         """Of the means over these seeds."""
         return lowest([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
+
+    def lowest_loss(self, seeds: Sequence[int]) -> float:
+        """Of the sizes that were tried."""
+        return min(point.loss(seeds) for point in self.points)
 
     def is_bracketed(self, seeds: Sequence[int]) -> bool:
         """By the mean over these seeds, and without any one of them."""
@@ -78,20 +87,19 @@ class Pair(NamedTuple):
     one: Curve
     other: Curve
     seeds: list[int]
+    is_bracketed: bool
+    """Whether both have an optimum; if not, the best sizes that were tried are compared."""
 
     @classmethod
     def of(cls, one: Curve, other: Curve, among: Sequence[int] | None = None) -> "Pair":
         both = set(one.seeds) & set(other.seeds)
-        return cls(one, other, sorted(both if among is None else both & set(among)))
+        seeds = sorted(both if among is None else both & set(among))
+        return cls(one, other, seeds, one.is_bracketed(seeds) and other.is_bracketed(seeds))
 
     @property
     def has_ladders(self) -> bool:
         """Whether optima are compared; else sizes that cost the same."""
         return self.one.is_ladder and self.other.is_ladder
-
-    @property
-    def is_bracketed(self) -> bool:
-        return self.one.is_bracketed(self.seeds) and self.other.is_bracketed(self.seeds)
 
     @property
     def obstacle(self) -> str | None:
@@ -110,6 +118,8 @@ class Pair(NamedTuple):
     def relative_loss(self, seeds: Sequence[int]) -> float:
         """The loss of one relative to the other's."""
         if self.has_ladders:
+            if not self.is_bracketed:
+                return self.one.lowest_loss(seeds) / self.other.lowest_loss(seeds) - 1
             return self.one.optimum(seeds).loss / self.other.optimum(seeds).loss - 1
         return float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in self.same_flops])) - 1
 

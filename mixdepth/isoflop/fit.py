@@ -14,7 +14,7 @@ import numpy as np
 from mixdepth.data import HELD_OUT
 from mixdepth.files import read_json, write_json
 from mixdepth.isoflop.claims import tested
-from mixdepth.isoflop.curves import MIN_SIZES, Curve, Pair, Point
+from mixdepth.isoflop.curves import Curve, Pair, Point
 from mixdepth.isoflop.estimates import estimate
 from mixdepth.isoflop.pooled import pooled
 from mixdepth.isoflop.sealed import sealed_losses
@@ -68,7 +68,10 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
         row = [short(pair["budget"]), pair["variant"], pair["against"], _as(pair["loss"], "+.2%")]
         row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval", "pooled_interval")]
         row[-1] += _as(pair["p_of_seeds"], " (p of seeds {:.2g})")
-        row.append(f"{_as(pair['optimum_ratio'], 'x {:.2f}')} {_range(pair['optimum_ratio_interval'], '.2f')}")
+        if pair["is_of_best_sizes"]:
+            row.append("not bracketed")
+        else:
+            row.append(f"{_as(pair['optimum_ratio'], 'x {:.2f}')} {_range(pair['optimum_ratio_interval'], '.2f')}")
         crossing = ", ".join(f"{size:,.0f}" for size in pair["crossings"])
         if pair["crossing_ratio"] is not None:
             lower = pair["variant" if pair["is_lower_above"] else "against"]
@@ -108,7 +111,8 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
     study = Study.read(folder)
     path = study.folder / FITS[split]
     if split == "test" and path.exists():
-        return Fit(**read_json(path))
+        found = read_json(path, Fit._fields, "restore it: the test text is opened once")
+        return Fit(*(found[name] for name in Fit._fields))
     finished = [cell for cell in study.cells if study.is_finished(cell)]
     if not finished:
         raise ValueError(f"no cell of the study in {str(folder)!r} is finished: mixdepth isoflop run {folder}")
@@ -171,7 +175,7 @@ def _curves(
             points.append(Point(shape, same[0].parameters, same[0].flops_per_token, *by_seed))
         points.sort(key=lambda point: point.parameters)
         planned = {cell.shape for cell in study.cells if (cell.budget, cell.variant) == (budget, variant)}
-        curves[budget, variant] = Curve(budget, variant, tuple(points), seeds, len(planned) >= MIN_SIZES)
+        curves[budget, variant] = Curve(budget, variant, tuple(points), seeds, len(planned))
     return curves
 
 
@@ -244,6 +248,7 @@ def _compare(pair: Pair) -> dict[str, Any]:
         "noise": None if by_runs is None else by_runs.noise,
         "p_of_seeds": None if by_runs is None else by_runs.p_of_seeds,
         "is_bracketed": is_bracketed,
+        "is_of_best_sizes": pair.has_ladders and loss is not None and not is_bracketed,
         "optimum_ratio": None if size is None else math.exp(size.value),
         "optimum_ratio_interval": None if size is None else _exp(size.t_interval),
         "crossings": pair.crossings(seeds) if is_bracketed else [],

@@ -11,6 +11,8 @@ from mixdepth.isoflop.study import OF_CURVES, Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.table import short
 
+FEWEST_SEEDS = 2
+"""That tell how far a seed is off; a claim of fewer could never be tested."""
 EQUAL = 0.003
 """What we call equal, as a share of the loss."""
 
@@ -31,7 +33,7 @@ def hypotheses(study: Study, asked: Sequence[str], goal: float) -> list[Hypothes
     planned. `goal` is the gain over the dense model that is aimed at.
 
     A claim is tested on seeds of which nothing is known yet, neither of its variant nor of the other. Where there are
-    none it is an afterthought, and exploratory.
+    no two of these it is an afterthought, and exploratory; where there are no two at all it waits for a later plan.
     """
     found = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
     for budget in dict.fromkeys(cell.budget for cell in study.cells):
@@ -44,10 +46,11 @@ def hypotheses(study: Study, asked: Sequence[str], goal: float) -> list[Hypothes
             if kind in OF_CURVES and min(len({cell.shape for cell in some}) for some in both) < MIN_SIZES:
                 continue  # no curve, and no optimum
             seeds = set.intersection(*({cell.seed for cell in some} for some in both))
-            if not seeds:
+            if len(seeds) < FEWEST_SEEDS:
                 continue
             known = {cell.name: cell.seed for some in both for cell in some if study.is_finished(cell)}
             fresh = seeds - set(known.values())
+            fresh = fresh if len(fresh) >= FEWEST_SEEDS else set()
             before = 0 if fresh else sum(seed in seeds for seed in known.values())
             family = "primary" if is_primary and fresh else "exploratory"
             name = f"{short(budget)}: {variant} {kind} {against}"

@@ -23,9 +23,11 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
     study = Study.read(folder)
     path = study.folder / FITS[split]
+    command = f"mixdepth isoflop fit {folder}" + ("" if split == "validation" else f" --split {split}")
     if not path.exists():
-        raise ValueError(f"{str(folder)!r} has no {path.name}: mixdepth isoflop fit {folder} makes it")
-    curves = _curves(path, f"mixdepth isoflop fit {folder} makes it anew")
+        raise ValueError(f"{str(folder)!r} has no {path.name}: {command} makes it")
+    way_out = f"{command} makes it anew" if split == "validation" else "restore it: the test text is opened once"
+    curves = _curves(path, way_out)
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
     looks = {name: look(index) for index, name in enumerate(variants)}

@@ -22,7 +22,6 @@ from mixdepth.isoflop.sealed import is_unsealed, sealed_losses
 from mixdepth.isoflop.study import FAILED, LOG, Cell, Study
 from mixdepth.run import METRICS, writing
 from mixdepth.settings import TrainConfig
-from mixdepth.trainer import DIVERGED
 from mixdepth.training import corpus_of, train
 
 ENGINES = ("local", "ray")
@@ -101,8 +100,8 @@ def _run_here(study: Study, cell: Cell) -> None:
         _check_corpus(study, cell)
         train(study.run_of(cell).folder, TrainConfig.from_dict(cell.settings))
         sealed_losses(study, cell)
-    except (ValueError, OSError) as error:
-        _write_failure(study, cell, str(error))
+    except Exception as error:  # whatever it is, as memory that is not there: nobody else may be there to write it down
+        _write_failure(study, cell, str(error) or type(error).__name__)
         raise
     failed.unlink(missing_ok=True)  # somebody else may have tried meanwhile
 
@@ -111,7 +110,7 @@ def _write_failure(study: Study, cell: Cell, reason: str, code: int | None = Non
     path = study.beside(cell, FAILED)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"reason": reason, "code": code, "diverged": DIVERGED in reason})
+        write_json(path, {"reason": reason, "code": code})
 
 
 def _run_all(study: Study, cells: list[Cell], workers: int, start: Start, look: Look) -> None:
