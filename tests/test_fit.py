@@ -75,6 +75,7 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert "13.0% 25.0%" in str(found)
     pair = found.comparisons[0]
     assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
+    assert pair["best_sizes"] == pytest.approx(1.396 / 1.41 - 1)  # the ladder has the optima themselves
     assert pair["t_interval"][0] < pair["loss"] < pair["t_interval"][1] < 0
     assert pair["optimum_ratio"] == pytest.approx(2)
     crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))

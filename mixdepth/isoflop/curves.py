@@ -117,11 +117,15 @@ class Pair(NamedTuple):
 
     def relative_loss(self, seeds: Sequence[int]) -> float:
         """The loss of one relative to the other's."""
+        if self.has_ladders and not self.is_bracketed:
+            return self.relative_best(seeds)
         if self.has_ladders:
-            if not self.is_bracketed:
-                return self.one.lowest_loss(seeds) / self.other.lowest_loss(seeds) - 1
             return self.one.optimum(seeds).loss / self.other.optimum(seeds).loss - 1
         return float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in self.same_flops])) - 1
+
+    def relative_best(self, seeds: Sequence[int]) -> float:
+        """The loss of the best size of one that was tried, relative to the other's."""
+        return self.one.lowest_loss(seeds) / self.other.lowest_loss(seeds) - 1
 
     def relative_size(self, seeds: Sequence[int]) -> float:
         """The logarithm of the ratio of optimal sizes."""

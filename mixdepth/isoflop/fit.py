@@ -63,11 +63,13 @@ def _curve_table(curves: list[dict[str, Any]]) -> str:
 
 
 def _pair_table(pairs: list[dict[str, Any]]) -> str:
-    rows = [["budget", "variant", "against", "loss", "interval", "bootstrap", "by runs", "optimum", "curves cross at"]]
+    rows = [["budget", "variant", "against", "loss", "interval", "bootstrap", "by runs", "best sizes"]]
+    rows[0] += ["optimum", "curves cross at"]
     for pair in pairs:
         row = [short(pair["budget"]), pair["variant"], pair["against"], _as(pair["loss"], "+.2%")]
         row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval", "pooled_interval")]
         row[-1] += _as(pair["p_of_seeds"], " (p of seeds {:.2g})")
+        row.append(_as(pair["best_sizes"], "+.2%"))
         if pair["is_of_best_sizes"]:
             row.append("not bracketed")
         else:
@@ -78,7 +80,7 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
             crossing += f", x {pair['crossing_ratio']:.2f} {_range(pair['crossing_ratio_interval'], '.2f')}"
             crossing = f"{crossing.rstrip()}; {lower} is lower above"
         rows.append([*row, crossing])
-    return columns(rows, left=(1, 2, 8)) if pairs else ""
+    return columns(rows, left=(1, 2, 9)) if pairs else ""
 
 
 def _test_table(tests: list[dict[str, Any]]) -> str:
@@ -247,6 +249,7 @@ def _compare(pair: Pair) -> dict[str, Any]:
         "pooled_interval": None if by_runs is None else by_runs.interval,
         "noise": None if by_runs is None else by_runs.noise,
         "p_of_seeds": None if by_runs is None else by_runs.p_of_seeds,
+        "best_sizes": pair.relative_best(seeds) if pair.has_ladders and loss is not None else None,
         "is_bracketed": is_bracketed,
         "is_of_best_sizes": pair.has_ladders and loss is not None and not is_bracketed,
         "optimum_ratio": None if size is None else math.exp(size.value),
