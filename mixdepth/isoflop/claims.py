@@ -5,7 +5,7 @@ from typing import Any
 
 from mixdepth.isoflop.curves import Curve, Pair
 from mixdepth.isoflop.estimates import LEVEL, Statistic, estimate, p_value
-from mixdepth.isoflop.study import OF_CURVES, Hypothesis
+from mixdepth.isoflop.study import Hypothesis
 from mixdepth.table import short
 
 
@@ -25,20 +25,17 @@ def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str
     if one is None or other is None:
         return {**about, "obstacle": "not run"}
     pair = Pair.of(one, other, claim.seeds)
-    obstacle = pair.obstacle or ("too few seeds" if len(pair.seeds) < 2 else None)
-    if obstacle is None and claim.kind in OF_CURVES and not pair.is_bracketed:
-        obstacle = "an optimum is not bracketed"
+    obstacle = pair.obstacle if claim.kind != "equivalent" else None  # that goes by all sizes, and takes no curve
+    if len(pair.seeds) < 2:
+        obstacle = obstacle or "too few seeds"
     if obstacle is not None:
         return {**about, "obstacle": obstacle}
     statistic, parts = _statistics(claim, pair)
     found = estimate(statistic, pair.seeds)
     p = max(p_value(part, pair.seeds, edge, side) for part, edge, side in parts)  # all of them must hold
     notes = []
-    if claim.kind in ("differs", "less"):
-        if not pair.has_ladders:
-            notes.append("at equal FLOPs")
-        elif not pair.is_bracketed:
-            notes.append("not bracketed")
+    if claim.kind in ("differs", "less") and not pair.has_ladders:
+        notes.append("at equal FLOPs")
     for curve in (one,) if one is other else (one, other):
         if len(curve.points) < curve.num_planned:
             notes.append(f"interim, {len(curve.points)} of {curve.num_planned} sizes of {curve.variant}")

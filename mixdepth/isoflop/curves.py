@@ -87,19 +87,20 @@ class Pair(NamedTuple):
     one: Curve
     other: Curve
     seeds: list[int]
-    is_bracketed: bool
-    """Whether both have an optimum; if not, the best sizes that were tried are compared."""
 
     @classmethod
     def of(cls, one: Curve, other: Curve, among: Sequence[int] | None = None) -> "Pair":
         both = set(one.seeds) & set(other.seeds)
-        seeds = sorted(both if among is None else both & set(among))
-        return cls(one, other, seeds, one.is_bracketed(seeds) and other.is_bracketed(seeds))
+        return cls(one, other, sorted(both if among is None else both & set(among)))
 
     @property
     def has_ladders(self) -> bool:
         """Whether optima are compared; else sizes that cost the same."""
         return self.one.is_ladder and self.other.is_ladder
+
+    @property
+    def is_bracketed(self) -> bool:
+        return self.one.is_bracketed(self.seeds) and self.other.is_bracketed(self.seeds)
 
     @property
     def obstacle(self) -> str | None:
@@ -108,7 +109,9 @@ class Pair(NamedTuple):
             return "they have no seed in common"
         if self.has_ladders and min(len(self.one.points), len(self.other.points)) < MIN_SIZES:
             return "too few sizes are finished"
-        return None if self.has_ladders or self.same_flops else "they have no size in common"
+        if self.has_ladders:  # the best of the sizes that were tried is a chance find, whose error no jackknife knows
+            return None if self.is_bracketed else "an optimum is not bracketed"
+        return None if self.same_flops else "they have no size in common"
 
     @property
     def same_flops(self) -> list[tuple[Point, Point]]:
@@ -117,8 +120,6 @@ class Pair(NamedTuple):
 
     def relative_loss(self, seeds: Sequence[int]) -> float:
         """The loss of one relative to the other's."""
-        if self.has_ladders and not self.is_bracketed:
-            return self.relative_best(seeds)
         if self.has_ladders:
             return self.one.optimum(seeds).loss / self.other.optimum(seeds).loss - 1
         return float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in self.same_flops])) - 1

@@ -70,7 +70,7 @@ def _pair_table(pairs: list[dict[str, Any]]) -> str:
         row += [_range(pair[name], "+.2%") for name in ("t_interval", "bootstrap_interval", "pooled_interval")]
         row[-1] += _as(pair["p_of_seeds"], " (p of seeds {:.2g})")
         row.append(_as(pair["best_sizes"], "+.2%"))
-        if pair["is_of_best_sizes"]:
+        if pair["best_sizes"] is not None and not pair["is_bracketed"]:
             row.append("not bracketed")
         else:
             row.append(f"{_as(pair['optimum_ratio'], 'x {:.2f}')} {_range(pair['optimum_ratio_interval'], '.2f')}")
@@ -232,7 +232,7 @@ def _exp(interval: list[float] | None) -> list[float] | None:
 
 
 def _compare(pair: Pair) -> dict[str, Any]:
-    seeds, is_bracketed = pair.seeds, pair.has_ladders and pair.obstacle is None and pair.is_bracketed
+    seeds, is_bracketed = pair.seeds, pair.has_ladders and pair.obstacle is None
     loss = estimate(pair.relative_loss, seeds) if pair.obstacle is None else None
     size = estimate(pair.relative_size, seeds) if is_bracketed else None
     crosses = is_bracketed and len(pair.crossings(seeds)) == 1
@@ -249,9 +249,8 @@ def _compare(pair: Pair) -> dict[str, Any]:
         "pooled_interval": None if by_runs is None else by_runs.interval,
         "noise": None if by_runs is None else by_runs.noise,
         "p_of_seeds": None if by_runs is None else by_runs.p_of_seeds,
-        "best_sizes": pair.relative_best(seeds) if pair.has_ladders and loss is not None else None,
+        "best_sizes": pair.relative_best(seeds) if pair.has_ladders and seeds else None,
         "is_bracketed": is_bracketed,
-        "is_of_best_sizes": pair.has_ladders and loss is not None and not is_bracketed,
         "optimum_ratio": None if size is None else math.exp(size.value),
         "optimum_ratio_interval": None if size is None else _exp(size.t_interval),
         "crossings": pair.crossings(seeds) if is_bracketed else [],
