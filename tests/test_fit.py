@@ -187,8 +187,10 @@ def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
 
 def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
     curves = {(1e13, "dense"): (2e6, 1.40, 0.1), (1e13, "mod"): (4e5, 1.35, 0.1)}
-    fitted = isoflop.fit(write_study(tmp_path / "study", curves, [claim("differs"), claim("larger")], noise=1e-4))
-    differs, larger = fitted.tests
+    claims = [claim("differs"), claim("larger"), claim("equivalent", "dense")]
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, claims, noise=1e-4))
+    differs, larger, equivalent = fitted.tests
+    assert equivalent["verdict"] == "holds"  # at all sizes
     assert differs["verdict"] == larger["verdict"] == "an optimum is not bracketed"
     (pair,) = fitted.comparisons
     assert pair["optimum_ratio"] is None
