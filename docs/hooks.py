@@ -10,7 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-BESIDE = ("CHANGELOG.md", "LOG.md", "studies/tuned/variants.svg")
+PLOTS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("studies/*/*.svg"))]
+BESIDE = ("CHANGELOG.md", "LOG.md", *PLOTS)
 """Pages and pictures of the repository that are the site's too."""
 
 
