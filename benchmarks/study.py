@@ -3,7 +3,7 @@
 Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding:
 transformers' own generate() on the trained models, from 64 bytes of validation text, 128 new tokens sampled, without
 the prompt's time. Models take turns; medians, with the spread of the ratios. And whether two cells side by side, on one
-core each, beat one after the other on two, and what it is worth that they keep the memory that a step frees.
+core each, beat one after the other on two.
 
     python benchmarks/study.py STUDY
     python benchmarks/study.py STUDY --workers
@@ -106,36 +106,30 @@ def compare(folder: Path, repeats: int) -> None:
 
 
 def workers(folder: Path, repeats: int) -> None:
-    """Two cells of 60 steps: side by side on one core each, against one after the other on two, and without memory."""
+    """Two cells of 60 steps: side by side on one core each, against one after the other on two."""
     from mixdepth.bench import Spread
-    from mixdepth.isoflop.runner import ENVIRONMENT
 
-    as_cells, two_threads = ENVIRONMENT, {**ENVIRONMENT, "OMP_NUM_THREADS": "2"}
-    gives_back = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("MALLOC")}
-
-    def start(index: int, environment: dict[str, str]) -> subprocess.Popen:
+    def start(index: int, threads: int) -> subprocess.Popen:
         command = [sys.executable, __file__, str(folder), "--steps", str(index)]
-        others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        return subprocess.Popen(command, env={**others, **environment}, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True
+        )
 
     def seconds(process: subprocess.Popen) -> float:
         return float(process.communicate()[0].split()[-1])
 
     print(describe())
-    columns = ("side by side", "one after the other", "side by side, giving memory back")
-    header("cell", *(f"{column}, s" for column in columns), *(f"first / {number}" for number in ("second", "third")))
+    header("cell", "side by side, s", "one after the other, s", "ratio")
     for index, (budget, pair) in enumerate(best_cells(folder)):
         for offset, kind in enumerate(pair):
-            times: dict[str, list[float]] = {column: [] for column in columns}
+            times: dict[str, list[float]] = {"both": [], "turns": []}
             for _ in range(repeats):
-                for column, environment in zip(columns[::2], (as_cells, gives_back), strict=True):
-                    both = [start(2 * index + offset, environment) for _ in range(2)]
-                    times[column].append(max(map(seconds, both)))
-                times[columns[1]].append(2 * seconds(start(2 * index + offset, two_threads)))
-            first, *others = times.values()
-            medians = [f"{Spread.of(found).median:.2f}" for found in times.values()]
-            ratios = [f"{Spread.of_ratios(first, other):.2f}" for other in others]
-            row(f"{budget:.0e} {kind} {pair[kind][0].shape}", *medians, *ratios)
+                both = [start(2 * index + offset, 1) for _ in range(2)]
+                times["both"].append(max(map(seconds, both)))
+                times["turns"].append(2 * seconds(start(2 * index + offset, 2)))
+            both, turns = (Spread.of(times[name]).median for name in ("both", "turns"))
+            name = f"{budget:.0e} {kind} {pair[kind][0].shape}"
+            row(name, f"{both:.2f}", f"{turns:.2f}", f"{Spread.of_ratios(times['both'], times['turns']):.2f}")
 
 
 def take_steps(folder: Path, index: int) -> None:

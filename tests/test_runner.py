@@ -266,20 +266,6 @@ def test_a_cell_that_dies_of_anything_says_why(tmp_path, corpus, monkeypatch):
     assert found.failure(found.cells[0]) == "DefaultCPUAllocator: can't allocate memory"
 
 
-def test_a_cell_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(tmp_path, corpus, monkeypatch):
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    found = plan(tmp_path / "study", corpus, budgets=[1e10], variants=["dense"])
-    with _local(found, 1) as (_, begin, _):
-        begin(found.cells[0])
-        while not processes_of(found.folder):
-            time.sleep(0.02)
-        has = processes_of(found.folder)[0].environ()
-    assert {name: has[name] for name in runner.ENVIRONMENT} == {
-        **runner.ENVIRONMENT,
-        "MALLOC_TRIM_THRESHOLD_": "131072",
-    }
-
-
 @pytest.fixture(scope="module")
 def cluster():
     import ray

@@ -27,14 +27,6 @@ from mixdepth.training import corpus_of, train
 ENGINES = ("local", "ray")
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_STOP = 10.0
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    # By default glibc gives what a step frees back to the system, and the next step takes it again, page by page,
-    # which shows in models this small (benchmarks/study.md). It heeds no more than 32 MiB for a block.
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31),
-}
-"""Of a cell's process, where the user's own does not say otherwise."""
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
 """How a process ends that was stopped: with the whole study, which is no failure, or alone."""
 
@@ -158,7 +150,7 @@ def attempt(folder: str, name: str, stopping: threading.Event | None = None) -> 
         failed.unlink(missing_ok=True)
         with open(log, "ab") as output:
             command = [sys.executable, "-m", "mixdepth", "isoflop", "run", folder, "--cell", name]
-            environment = {**ENVIRONMENT, **os.environ}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
             try:
                 while process.poll() is None and not stopping.wait(0.1):
