@@ -67,7 +67,12 @@ class Chooser(nn.Module):
         return self.threshold
 
     def check_ready(self) -> None:
-        """Refuse to choose by a threshold that was never estimated."""
+        """Refuse to choose by a threshold that is not there or was never estimated."""
+        if self.threshold.is_meta:
+            raise ValueError(
+                "the buffers of routers hold no numbers: offload with offload_buffers=False, or initialise the model "
+                "with init_weights() first"
+            )
         if self.estimates and self.capacity != 1 and self.threshold.isnan().any():
             raise ValueError(
                 "the thresholds were never estimated: call mixdepth.update_routers(model) after each optimizer step, "
@@ -105,7 +110,7 @@ class Router(Chooser):
         self.init_std = config.init_std
         self.router_input = config.router_input
         self.noise_keys = (config.seed, layer)
-        self.projection = nn.Linear(width, 1, bias=False, dtype=router_dtype())
+        self.projection = RouterLinear(width, 1, bias=False)
         # What no loss can reach must not wait for a gradient: distributed training would, for ever.
         has_loss = config.causal == "aux_loss" or config.scheme == "token_choice"
         self.projection.weight.requires_grad_(config.gate != "one" or has_loss)
@@ -196,7 +201,7 @@ class Router(Chooser):
             x = x.detach()
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
-            scores = _linear(x, self.projection)[..., 0]
+            scores: Tensor = _unadapted(self.projection)(x)[..., 0]
             return scores if self.router_input == "stream" else scores * inverse_size(x)
 
     def noise(self, real: Tensor, positions: Tensor | None, with_step: bool) -> Tensor:
@@ -225,14 +230,33 @@ class Decision(NamedTuple):
         return Decision(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
+class RouterLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input, even where its weights were cast to a lower one.
+
+    Routers call it as a module and never read its weights: where weights are offloaded, a hook on the call brings
+    them in.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias, dtype=router_dtype())
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Map (B, T, I) to (B, T, O): the product with the weights times `scale` (B, T, 1), plus the bias."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if scale is None:
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        assert bias is not None
+        return F.linear(x, self.weight.to(x.dtype)) * scale + bias
+
+
 class Predictor(nn.Module):
     """Guesses from one token whether top-k would choose it. No gradient leaves it for the model."""
 
     def __init__(self, width: int, hidden: float) -> None:
         super().__init__()
         num_hidden = max(1, round(hidden * width)) if hidden else 0
-        self.up = nn.Linear(width, num_hidden or 1, dtype=router_dtype())
-        self.down = nn.Linear(num_hidden, 1, dtype=router_dtype()) if num_hidden else None
+        self.up = RouterLinear(width, num_hidden or 1)
+        self.down = RouterLinear(num_hidden, 1) if num_hidden else None
 
     def reset_parameters(self) -> None:
         self.up.reset_parameters()
@@ -247,9 +271,9 @@ class Predictor(nn.Module):
         # magnitude; scaling the few hidden units instead spares a copy of the stream.
         scale = inverse_size(x)[..., None]  # (B, T, 1)
         with torch.autocast(x.device.type, enabled=False):
-            h = F.linear(x, self.up.weight.to(dtype)) * scale + self.up.bias.to(dtype)  # (B, T, H)
+            h = _unadapted(self.up)(x, scale)  # (B, T, H)
             if self.down is not None:
-                h = _linear(F.silu(h), self.down)  # (B, T, 1)
+                h = _unadapted(self.down)(F.silu(h))  # (B, T, 1)
         logits: Tensor = h[..., 0]
         return logits
 
@@ -260,14 +284,14 @@ def inverse_size(x: Tensor) -> Tensor:
     return inverse
 
 
-def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """The layer in the dtype of x, even if the weights were cast to a lower one with the model's."""
-    if not isinstance(layer, nn.Linear):
-        raise ValueError(
-            "an adapter was put into a router, where it has no effect: leave depth_router out of target_modules and "
-            "name it in modules_to_save, or use mixdepth.lora_config(model)"
-        )
-    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+def _unadapted(layer: nn.Module) -> nn.Module:
+    """The layer itself, unless an adapter has wrapped it: next to the scaling of the predictor it would not be exact."""
+    if isinstance(layer, RouterLinear):
+        return layer
+    raise ValueError(
+        "an adapter was put into a router, where it has no effect: leave depth_router out of target_modules and "
+        "name it in modules_to_save, or use mixdepth.lora_config(model)"
+    )
 
 
 def router_dtype() -> torch.dtype:

@@ -147,6 +147,7 @@ def gaussian(positions: Tensor, *keys: int | Tensor) -> Tensor:
     No generator and no state, so that it comes out alike on every device, after a resume and in a
     recomputation: each key and the position are mixed into a hash, whose bits make a quantile.
     """
+    positions = positions.long()  # the hash needs 64 bits, and some engines count in int32
     state = torch.zeros_like(positions)
     for key in (*keys, positions):
         state = _mix(state * 31 + key + 1)

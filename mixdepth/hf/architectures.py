@@ -103,6 +103,13 @@ can be routed alone (`target`, `gate_on`); the others norm twice, scale or add e
 EXPERTS = ("mixtral", "olmoe", "qwen3_moe")
 """Those whose experts can be routed (`experts`)."""
 
+RUN_ALL_LAYERS = (
+    *("afmoe", "biogpt", "cohere2", "cohere2_moe", "exaone4", "gpt2", "gpt_neox", "gpt_oss", "modernbert-decoder"),
+    *("nemotron", "opt", "persimmon", "stablelm"),
+)
+"""Those that run their whole stack whatever `config.num_hidden_layers` says, so that `assistant_early_exit`, which
+lowers that number, cannot shorten them."""
+
 _RECURRENT = "its layers carry a state from token to token, which a skipped token would break"
 _INDEXED = "its attention keeps an index of every token beside the cache"
 _SHARED = "its layers share keys and values, which needs the same tokens in all of them"
@@ -124,10 +131,19 @@ REFUSED = {
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The model's stack of decoder layers."""
+    # A routed model remembers its name: generate(assistant_early_exit=...) changes the number for a while.
+    name = getattr(model, "depth_stack", None) or stack_name(model)
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def stack_name(model: PreTrainedModel) -> str:
+    """The name of the stack of decoder layers, such as 'model.layers'."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.base_model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+            return name
     raise AssertionError(f"{type(model).__name__} has no stack of {num_layers} layers")
 
 

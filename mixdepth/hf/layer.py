@@ -72,7 +72,9 @@ class RoutedExperts(Mixin):
 
     def serve(self, x: Tensor, used: Tensor | None, lookahead: bool | None) -> tuple[Tensor, ExpertLoad]:
         block: Any = self
-        served: tuple[Tensor, ExpertLoad] = active(self.depth_router)(x, block.gate, block.experts, used, lookahead)
+        # Bound calls, not the modules: hooks that move a module's arguments to its device would move those too.
+        gate, experts = block.gate.__call__, block.experts.__call__
+        served: tuple[Tensor, ExpertLoad] = active(self.depth_router)(x, gate, experts, used, lookahead)
         return served
 
     def forward(self, hidden_states: Tensor) -> Tensor:

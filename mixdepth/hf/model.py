@@ -7,6 +7,7 @@ type of its own, `mixdepth_<type>`, so that a routed folder never loads as a den
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
     PreTrainedModel,
+    initialization,
 )
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -29,7 +31,7 @@ from transformers.utils import logging
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.experts import ExpertLoad, ExpertRouter, balance_loss
-from mixdepth.hf.architectures import SUPPORTED, check_settings, decoder_layers, expert_block
+from mixdepth.hf.architectures import RUN_ALL_LAYERS, SUPPORTED, check_settings, decoder_layers, expert_block
 from mixdepth.hf.cache import unsupported_cache
 from mixdepth.hf.layer import DepthContext, RoutedExperts, RoutedLayer
 from mixdepth.hf.routing import KEPT, ROUTER_NAME, route_layers
@@ -39,8 +41,8 @@ from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
 GUARD = "routed: import mixdepth and load with AutoModelForCausalLM"
-"""Stands in config.json for `use_cache`, which every dense config class checks to be true or false: a
-dense class that is asked for by name refuses the folder, and quotes this."""
+"""Stands in config.json for `use_cache`, which every dense config class checks to be true or false: a dense class that
+is asked for by name refuses the folder, and quotes this. The value itself stands under `KEPT_AS`."""
 GUARDED, KEPT_AS = "use_cache", "routed_use_cache"
 
 logger = logging.get_logger(__name__)
@@ -91,6 +93,10 @@ class RoutedConfig:
         if KEPT_AS in settings:
             settings[GUARDED] = settings.pop(KEPT_AS)
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
+        return cls.from_dict(cls._dict_from_json_file(json_file))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_object, (self.model_type, 0), self.__dict__
@@ -246,6 +252,20 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         """The layers whose experts are routed (`experts=...`)."""
         return [i for i, layer in enumerate(decoder_layers(self)) if isinstance(expert_block(layer), RoutedExperts)]
 
+    @torch.no_grad()
+    @initialization.guard_torch_init_functions()
+    def initialize_weights(self) -> None:
+        """Initialise routers by their own rule, and then the rest by the architecture's.
+
+        transformers asks the base model for what lies within it, and that does not know routers.
+        """
+        for module in self.modules():
+            if isinstance(module, Chooser):
+                self._initialize_weights(module)
+                for part in module.modules():
+                    part._is_hf_initialized = True  # type: ignore[assignment]
+        super().initialize_weights()
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (Router, ExpertRouter)):
             module.reset_parameters()
@@ -253,11 +273,16 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             super()._init_weights(module)
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        name = str(pretrained_model_name_or_path)
         try:
-            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
         except SafetensorError as error:
-            raise ValueError(f"a weights file in {str(name)!r} is damaged ({error}): copy it again") from error
+            raise ValueError(f"a weights file in {name!r} is damaged ({error}): copy it again") from error
         for problem in ("missing", "unexpected", "mismatched"):
             keys = sorted(key for key in map(str, info[f"{problem}_keys"]) if f".{ROUTER_NAME}." in key)
             if problem == "missing" and not any(module.estimates for module in model._choosers()):
@@ -269,10 +294,19 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
                 keys += sorted(key for key in map(str, info["mismatched_keys"]) if ".gate.weight" in key)
             if keys:
                 raise ValueError(
-                    f"{len(keys)} routing weights in {str(name)!r} are {problem}, such as {keys[0]}: its config.json "
+                    f"{len(keys)} routing weights in {name!r} are {problem}, such as {keys[0]}: its config.json "
                     "and its weights do not belong together; save the model again with save_pretrained"
                 )
         return (model, info) if output_loading_info else model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Continue a text, as transformers' `generate()` does, with causal routing."""
+        config = self.config.get_text_config(decoder=True)
+        num_layers = config.num_hidden_layers
+        try:
+            return super().generate(*args, **kwargs)
+        finally:  # assistant_early_exit changes the number, and leaves it so where it is interrupted
+            config.num_hidden_layers = num_layers
 
     def routed_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Inputs of a step of `generate()`, which routes causally in training mode too."""
@@ -281,6 +315,12 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise unsupported_cache(generation_config.cache_implementation)
+        model_type = self.config.model_type.removeprefix(PREFIX)
+        if generation_config.assistant_early_exit is not None and model_type in RUN_ALL_LAYERS:
+            raise ValueError(
+                f"assistant_early_exit={generation_config.assistant_early_exit} cannot be used with {model_type!r}, "
+                "which runs all of its layers whatever it is told: give an assistant_model, or leave it out"
+            )
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

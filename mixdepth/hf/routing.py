@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from mixdepth.config import DepthConfig
 from mixdepth.experts import ExpertRouter
-from mixdepth.hf.architectures import decoder_layers, expert_block
+from mixdepth.hf.architectures import decoder_layers, expert_block, stack_name
 from mixdepth.hf.layer import HalvesLayer, Mixin, RoutedExperts, RoutedLayer, mixed
 from mixdepth.router import Router
 
@@ -19,6 +19,7 @@ KEPT = rf".*\.{ROUTER_NAME}"
 
 def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
     """Turn the chosen decoder layers of the model into routed ones, in place, with new routers."""
+    model.depth_stack = stack_name(model)
     layers = decoder_layers(model)
     width = model.config.get_text_config(decoder=True).hidden_size
     capacities = config.routed_layers(len(layers))
@@ -79,7 +80,7 @@ def unroute_layers(model: PreTrainedModel) -> None:
             _forget(layer)
     model._keep_in_fp32_modules_strict.discard(ROUTER_NAME)
     model._keep_in_fp32_modules.discard(KEPT)
-    del model.depth_config
+    del model.depth_config, model.depth_stack
 
 
 def _forget(module: Mixin) -> None:
