@@ -7,43 +7,11 @@ import xml.dom.minidom
 
 import numpy as np
 import pytest
+from made_up import SIZES, claim, write_study
 
-from mixdepth import TrainConfig, isoflop
-from mixdepth.isoflop import Cell, Hypothesis, Study
+from mixdepth import isoflop
+from mixdepth.isoflop import Study
 from mixdepth.isoflop.curves import lowest
-from mixdepth.isoflop.plan import ladder
-
-SIZES = {"1x16": 1e5, "2x16": 2e5, "3x16": 4e5, "4x16": 8e5}
-
-
-def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
-    """A study with results that follow (size of the optimum, loss there, curvature) for each budget and variant."""
-    cells, generator = [], np.random.default_rng(1)
-    for (budget, variant), (best, loss, curvature) in curves.items():
-        for index, (shape, size) in enumerate(SIZES.items()):
-            layers, width = map(int, shape.split("x"))
-            for seed in seeds:
-                name = f"{budget}/{variant}/{shape}/seed{seed}"
-                settings = TrainConfig(layers=layers, width=width, steps=10, seed=seed, depth=None).to_dict()
-                cells.append(
-                    Cell(name, budget, variant, seed, ladder(4)[index], settings, int(size), 2 * size, 10, 10, 0.1, 1.0)
-                )
-                run = folder / "cells" / name
-                run.mkdir(parents=True)
-                value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
-                result = {"validation_loss": value, "validation_lookahead_loss": value * (1 - 1e-3 * (1 + seed / 10))}
-                if variant != "dense":
-                    result["validation_capacities"] = [0.12 + 0.01 * seed, 0.25]
-                (run / "result.json").write_text(json.dumps(result))
-                about = {"settings": settings, "corpus_digest": "digest", "versions": {}}
-                (run / "run.json").write_text(json.dumps(about))
-    Study(folder, "digest", [], cells, list(hypotheses)).write()
-    return folder
-
-
-def claim(kind, variant="mod", against="dense", margin=0.003, family="primary", seeds=(0, 1, 2)):
-    name = f"{kind} {variant} {against}"
-    return Hypothesis(name, "words", kind, 1e13, variant, against, margin, family, 0, seeds)
 
 
 def test_the_lowest_point_of_a_parabola():
@@ -71,8 +39,8 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     assert dense["optimum"]["loss_bootstrap"] == pytest.approx([1.40, 1.42])
     assert dense["best"]["std"] == pytest.approx(0.01)
     assert dense["best"]["capacities"] == []
-    assert mod["best"]["capacities"] == pytest.approx([0.13, 0.25])
-    assert "13.0% 25.0%" in str(found)
+    assert mod["best"]["capacities"] == pytest.approx([0.13, 0.25, 0.25])
+    assert "13.0% 25.0% 25.0%" in str(found)
     pair = found.comparisons[0]
     assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
     assert pair["best_sizes"] == pytest.approx(1.396 / 1.41 - 1)  # the ladder has the optima themselves
@@ -360,19 +328,22 @@ def test_a_damaged_plan_is_named(tmp_path):
     content = json.loads((folder / "study.json").read_text())
     for damage, message in (
         ({"format": 9}, "has the format 9"),
-        ({"cells": [{"name": "x"}]}, r"is not as mixdepth isoflop plan writes it \(.*: restore it, or plan anew"),
-        ({"cells": 3}, "is not as mixdepth isoflop plan writes it"),
-        ({"cells": [{**content["cells"][0], "settings": {"width": 16}}]}, r"is damaged \(it has no 'layers'\)"),
+        ({"cells": [{"name": "x"}]}, r"is damaged \(cells\[0\] has no 'budget'\): restore it, or plan again"),
+        ({"cells": 3}, r"is damaged \(cells is 3, not a list\)"),
+        (
+            {"cells": [{**content["cells"][0], "settings": {"width": 16}}]},
+            r"is damaged \(cells\[0\].settings has no 'layers'\)",
+        ),
         (
             {"cells": [{**content["cells"][0], "settings": []}]},
-            r"is damaged \(it has no 'layers'\): restore it, or plan",
+            r"is damaged \(cells\[0\].settings is \[\], not an object\): restore it, or plan",
         ),
     ):
         (folder / "study.json").write_text(json.dumps({**content, **damage}))
         with pytest.raises(ValueError, match=message):
             Study.read(folder)
     (folder / "study.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"study.json' is damaged \(it has no 'format'\): restore it, or plan anew"):
+    with pytest.raises(ValueError, match=r"study.json' is damaged \(it has no 'format'\): restore it, or plan again"):
         Study.read(folder)
 
 
@@ -403,10 +374,10 @@ def test_a_damaged_fit_is_named(damage, tmp_path):
     isoflop.fit(folder)
     path = folder / "fit.json"
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it anew"):
+    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it again"):
         isoflop.plot(folder)
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it anew"):
+    with pytest.raises(ValueError, match=r"fit.json' is damaged .*: mixdepth isoflop fit .*study makes it again"):
         isoflop.plot(folder)
     with pytest.raises(ValueError, match=r"has no fit-test.json: mixdepth isoflop fit .*study --split test makes it"):
         isoflop.plot(folder, split="test")

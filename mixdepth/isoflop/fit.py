@@ -13,6 +13,7 @@ import numpy as np
 
 from mixdepth.data import HELD_OUT
 from mixdepth.files import read_json, write_json
+from mixdepth.isoflop import forms
 from mixdepth.isoflop.claims import tested
 from mixdepth.isoflop.curves import Curve, Pair, Point
 from mixdepth.isoflop.estimates import estimate
@@ -113,7 +114,9 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
     study = Study.read(folder)
     path = study.folder / FITS[split]
     if split == "test" and path.exists():
-        found = read_json(path, Fit._fields, "restore it: the test text is opened once")
+        way_out = "restore it: the test text is opened once"
+        found = read_json(path, Fit._fields, way_out)
+        forms.check(found, forms.FIT, path, way_out)
         return Fit(*(found[name] for name in Fit._fields))
     finished = [cell for cell in study.cells if study.is_finished(cell)]
     if not finished:
@@ -141,19 +144,12 @@ def _losses(study: Study, finished: list[Cell], split: str) -> tuple[dict[str, L
     for cell in finished:
         if cell.name in failures:
             continue
-        found = _validation_losses(study, cell) if split == "validation" else sealed_losses(study, cell)
+        found = study.losses(cell) if split == "validation" else sealed_losses(study, cell)
         if found is None:
             failures[cell.name] = "it has no loss on the test text, and its weights are gone"
         else:
             losses[cell.name] = found
     return losses, failures
-
-
-def _validation_losses(study: Study, cell: Cell) -> Losses:
-    result = study.run_of(cell).result
-    assert result is not None
-    causal = result["validation_loss"]
-    return Losses(causal, result.get("validation_lookahead_loss", causal), result.get("validation_capacities"))
 
 
 def _curves(

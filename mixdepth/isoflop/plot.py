@@ -6,15 +6,12 @@ from typing import Any
 import numpy as np
 
 from mixdepth.data import HELD_OUT
-from mixdepth.files import check_keys, read_json
+from mixdepth.files import read_json
+from mixdepth.isoflop import forms
 from mixdepth.isoflop.study import FITS, Study
 from mixdepth.isoflop.variants import parse_variant
 from mixdepth.report.figures import DASHES, FAINT, drawing, look, panels, save
 from mixdepth.table import short
-
-CURVE = ("budget", "variant", "points", "best", "optimum", "parabola")
-POINT = ("parameters", "flops_per_token", "loss")
-"""What is drawn of a curve, and of each of its points."""
 
 
 def plot(folder: str | Path, split: str = "validation") -> list[Path]:
@@ -26,7 +23,7 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     command = f"mixdepth isoflop fit {folder}" + ("" if split == "validation" else f" --split {split}")
     if not path.exists():
         raise ValueError(f"{str(folder)!r} has no {path.name}: {command} makes it")
-    way_out = f"{command} makes it anew" if split == "validation" else "restore it: the test text is opened once"
+    way_out = f"{command} makes it again" if split == "validation" else "restore it: the test text is opened once"
     curves = _curves(path, way_out)
     budgets = list(dict.fromkeys(curve["budget"] for curve in curves))
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
@@ -41,15 +38,9 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
 
 
 def _curves(path: Path, way_out: str) -> list[dict[str, Any]]:
-    curves: list[dict[str, Any]] = read_json(path, ("curves",), way_out)["curves"]
-    if not isinstance(curves, list) or not curves:
-        raise ValueError(f"{str(path)!r} is damaged (it has no curves): {way_out}")
-    for curve in curves:
-        check_keys(curve, CURVE, path, way_out)
-        check_keys(curve["best"], (*POINT, "shape"), path, way_out)
-        check_keys(curve["optimum"], ("parameters", "loss"), path, way_out)
-        for point in curve["points"]:
-            check_keys(point, (*POINT, "losses"), path, way_out)
+    content = read_json(path, ("curves",), way_out)
+    forms.check(content, forms.CURVES, path, way_out)
+    curves: list[dict[str, Any]] = content["curves"]
     return curves
 
 

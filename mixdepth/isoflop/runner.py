@@ -90,6 +90,8 @@ def _run_here(study: Study, cell: Cell) -> None:
     failed.unlink(missing_ok=True)
     try:
         _check_corpus(study, cell)
+        if study.has_result(cell):
+            study.losses(cell)  # refuses a damaged one
         train(study.run_of(cell).folder, TrainConfig.from_dict(cell.settings))
         sealed_losses(study, cell)
     except Exception as error:  # whatever it is, as memory that is not there: nobody else may be there to write it down

@@ -1,9 +1,7 @@
 """Losses on the test text: taken when a cell ends, while its weights are there, and not looked at before all have."""
 
-from pathlib import Path
-
 from mixdepth.compare import evaluate_runs
-from mixdepth.files import read_json, write_json
+from mixdepth.files import write_json
 from mixdepth.isoflop.study import TEST, Cell, Losses, Study
 from mixdepth.run import writing
 
@@ -11,7 +9,7 @@ from mixdepth.run import writing
 def is_unsealed(study: Study, cell: Cell) -> bool:
     """Whether it is finished and its weights are there, but not its losses on the test text."""
     folder = study.run_of(cell).folder
-    return study.is_finished(cell) and _read(folder) is None and any(folder.glob("*.safetensors"))
+    return study.is_finished(cell) and _read(study, cell) is None and any(folder.glob("*.safetensors"))
 
 
 def sealed_losses(study: Study, cell: Cell) -> Losses | None:
@@ -24,12 +22,11 @@ def sealed_losses(study: Study, cell: Cell) -> Losses | None:
         losses = {"loss": found.loss, "lookahead_loss": found.lookahead_loss, "capacities": capacities}
         with writing(folder):
             write_json(folder / TEST, {**losses, "windows": len(found.rows)})
-    return _read(folder)
+    return _read(study, cell)
 
 
-def _read(folder: Path) -> Losses | None:
+def _read(study: Study, cell: Cell) -> Losses | None:
     try:
-        sealed = read_json(folder / TEST, keys=("loss", "lookahead_loss"))
-    except ValueError:  # it is not there; or it is damaged, and can be written anew as long as the weights are there
+        return study.sealed_losses(cell)
+    except ValueError:  # it is not there; or it is damaged, and can be written again as long as the weights are there
         return None
-    return Losses(sealed["loss"], sealed["lookahead_loss"], sealed.get("capacities"))
