@@ -8,6 +8,7 @@ from typing import Any
 
 from mixdepth.cli.flags import ROUTING_FLAGS, add_settings, add_shape, flag_of, routing_settings, split
 from mixdepth.config import DepthConfig
+from mixdepth.limits import Limits
 from mixdepth.settings import (
     CONVERT_DEFAULTS,
     OF_FRESH,
@@ -239,20 +240,31 @@ def _add_serve(verbs: Any) -> None:
         "serve",
         help="an OpenAI-compatible server for a model",
         description="Serves a model, routed or plain, by transformers' own server: /v1/completions, "
-        "/v1/chat/completions, streaming. Clients take turns.",
+        "/v1/chat/completions, /v1/responses, streaming. Clients take turns.",
         epilog="example: mixdepth serve models/smollm2-mod-tuned --port 8000",
     )
     serve.add_argument("model", help="a run, a checkpoint, a folder, a name of the hub, or smollm2")
     serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine alone)")
     serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     serve.add_argument("--continuous-batching", action="store_true", help="of plain models; routed ones cannot")
+    serve.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name or address by which clients may call this server, as behind a proxy; may be given several "
+        "times; * allows all (default: this machine, and --host)",
+    )
+    limits = serve.add_argument_group("limits (what one client can take of the server)")
+    add_settings(limits, Limits, prefix="limits_")
     serve.set_defaults(run=_serve)
 
 
 def _serve(model: str, **options: Any) -> None:
+    limits = Limits(**split(options, "limits_"))
     from mixdepth.serving import serve
 
-    serve(model, **options)
+    serve(model, limits=limits, **options)
 
 
 def _add_flops(verbs: Any) -> None:
