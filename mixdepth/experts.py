@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mixdepth.config import DepthConfig
-from mixdepth.router import Chooser
+from mixdepth.router import Chooser, check_not_recorded
 from mixdepth.routing import first_k, slots, top_k
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -128,6 +128,7 @@ class ExpertRouter(Chooser):
             expert = torch.arange(self.num_experts, device=x.device)[:, None].expand_as(order).reshape(-1)
             weight = scores.gather(2, order).where(taken.gather(2, order), 0).reshape(-1)  # unused slots: nothing
         else:
+            check_not_recorded()
             cutoff = self.cutoff
             taken = allowed & (scores > (cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff))
             row, expert, column = taken[:, : self.num_experts].nonzero(as_tuple=True)  # run on these pairs alone

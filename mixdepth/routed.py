@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mixdepth.config import DepthConfig
 from mixdepth.losses import routing_losses
-from mixdepth.router import Router
+from mixdepth.router import Router, check_not_recorded
 from mixdepth.routing import Route
 
 Axes = int | tuple[int, ...]
@@ -81,6 +81,7 @@ class Routed(nn.Module):
             route: Route = self.router(x, mask)
         else:  # run on as many slots as the fullest row needs
             self.router.check_ready()
+            check_not_recorded()
             decision = self.router.decide(x, mask, lookahead=False)
             route = self.router.route(x, decision, int(decision.chosen.sum(1).max()))
         self.route = route

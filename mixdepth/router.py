@@ -83,11 +83,18 @@ class Chooser(nn.Module):
         return {**self.__dict__, "forced_lookahead": 0}  # a copy is in none of the contexts
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        kept = self.threshold
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.threshold.dtype.itemsize < 4:  # steps of a running mean would be lost in half precision
-            self.threshold = kept.to(self.threshold.device, torch.float32)
-        return self
+        """Move or cast, but keep float32 where the model is cast to half precision.
+
+        Loading keeps routers in float32 too. Scores would tie in half precision, and steps of a running mean be lost.
+        """
+
+        def in_float32_or_better(tensor: Tensor) -> Tensor:
+            changed: Tensor = fn(tensor)
+            if changed.is_floating_point() and changed.dtype.itemsize < 4:
+                return tensor.to(changed.device, torch.float32)
+            return changed
+
+        return super()._apply(in_float32_or_better, recurse)  # type: ignore[no-untyped-call]
 
 
 class Router(Chooser):
@@ -231,7 +238,7 @@ class Decision(NamedTuple):
 
 
 class RouterLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, even where its weights were cast to a lower one.
+    """A linear layer that computes in the dtype of its input, whatever the dtype of its weights.
 
     Routers call it as a module and never read its weights: where weights are offloaded, a hook on the call brings
     them in.
@@ -242,11 +249,12 @@ class RouterLinear(nn.Linear):
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Map (B, T, I) to (B, T, O): the product with the weights times `scale` (B, T, 1), plus the bias."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if scale is None:
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        assert bias is not None
-        return F.linear(x, self.weight.to(x.dtype)) * scale + bias
+        y = F.linear(x, self.weight.to(x.dtype))
+        if scale is not None:
+            y = y * scale
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        return y
 
 
 class Predictor(nn.Module):
@@ -285,13 +293,22 @@ def inverse_size(x: Tensor) -> Tensor:
 
 
 def _unadapted(layer: nn.Module) -> nn.Module:
-    """The layer itself, unless an adapter has wrapped it: next to the scaling of the predictor it would not be exact."""
+    """Return the layer, or refuse it if an adapter was wrapped around it: an adapter does not know of `scale`."""
     if isinstance(layer, RouterLinear):
         return layer
     raise ValueError(
-        "an adapter was put into a router, where it has no effect: leave depth_router out of target_modules and "
-        "name it in modules_to_save, or use mixdepth.lora_config(model)"
+        "an adapter was put into a router, whose scaling it does not know: leave depth_router out of target_modules "
+        "and name it in modules_to_save, or use mixdepth.lora_config(model)"
     )
+
+
+def check_not_recorded() -> None:
+    """Refuse to be traced or exported where the program follows the choice of tokens: a record holds one choice."""
+    way_out = "do so in training mode or within mixdepth.lookahead(model), where shapes do not depend on the choice"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise ValueError(f"torch.jit.trace would freeze the tokens that this one input chose: {way_out}")
+    if torch.compiler.is_exporting():
+        raise ValueError(f"torch.export cannot record which tokens are chosen and which layers are skipped: {way_out}")
 
 
 def router_dtype() -> torch.dtype:

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import mixdepth
+from mixdepth.router import RouterLinear
 from mixdepth.tokens import byte_tokenizer
 
 BITS = {
@@ -26,7 +27,7 @@ def folder(tmp_path):
 
 def is_full_precision(model):
     linear = [module for router in model.depth_routers for module in router.modules() if isinstance(module, nn.Linear)]
-    return linear and all(type(m) is nn.Linear and m.weight.dtype == torch.float32 for m in linear)
+    return linear and all(type(m) is RouterLinear and m.weight.dtype == torch.float32 for m in linear)
 
 
 @every_width

@@ -14,7 +14,7 @@ from mixdepth.config import GateOn, Target
 from mixdepth.experts import ExpertLoad, ExpertRouter
 from mixdepth.hf.cache import CacheWrite, RoutedCacheLayer, routed_cache_layer
 from mixdepth.hf.mask import real_tokens, routed_mask
-from mixdepth.router import Router, active
+from mixdepth.router import Router, active, check_not_recorded
 from mixdepth.routing import Route, slots
 
 CACHE_NAMES = ("past_key_values", "layer_past")
@@ -181,6 +181,7 @@ class RoutedLayer(Mixin):
         if depth.lookahead:
             route = depth.routes[self.depth_index] = router.route(x, decision, slots(router.capacity, x.shape[1]))
             return Choice(decision.chosen, route, None)
+        check_not_recorded()
         counts = decision.chosen.sum(1).tolist()  # the one read on the host
         choice = Choice(decision.chosen, None, counts)
         rows, most = choice.rows, max(counts)

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationMixin,
     PreTrainedModel,
     initialization,
@@ -40,10 +44,16 @@ from mixdepth.router import Chooser, Router, active
 from mixdepth.routing import Route
 
 PREFIX = "mixdepth_"
-GUARD = "routed: import mixdepth and load with AutoModelForCausalLM"
-"""Stands in config.json for `use_cache`, which every dense config class checks to be true or false: a dense class that
-is asked for by name refuses the folder, and quotes this. The value itself stands under `KEPT_AS`."""
-GUARDED, KEPT_AS = "use_cache", "routed_use_cache"
+GUARD = "for_dense_classes"
+"""An entry of config.json that keeps a routed folder from being loaded as a dense model.
+
+A dense class that is asked for by name finds another model type than its own in the file, looks for an entry that has
+its own, and takes this one. `use_cache` in it is a sentence, which the class refuses and quotes. All other readers take
+the file's own entries, which are of the usual kinds.
+"""
+GUARD_SENTENCE = "routed: import mixdepth and load with AutoModelForCausalLM"
+OLD_USE_CACHE = "routed_use_cache"
+"""In files of earlier versions the sentence stood for `use_cache` itself, and the value under this name."""
 
 logger = logging.get_logger(__name__)
 
@@ -84,14 +94,15 @@ class RoutedConfig:
 
     def to_json_string(self, use_diff: bool = True) -> str:
         settings = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        settings |= {GUARDED: GUARD, KEPT_AS: getattr(self, GUARDED)}
+        settings[GUARD] = {"model_type": self.model_type.removeprefix(PREFIX), "use_cache": GUARD_SENTENCE}
         return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         settings = dict(config_dict)
-        if KEPT_AS in settings:
-            settings[GUARDED] = settings.pop(KEPT_AS)
+        settings.pop(GUARD, None)
+        if OLD_USE_CACHE in settings:
+            settings["use_cache"] = settings.pop(OLD_USE_CACHE)
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]
 
     @classmethod
@@ -136,7 +147,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         """
         kwargs.update(zip(self.argument_names, args, strict=False))
         lookahead = routing != "causal" and (self.training or self._is_forced_to_look_ahead())
-        wants_logits = self._check(kwargs, lookahead)
+        wants_logits = self._check(kwargs, lookahead, routing)
         if lookahead:
             kwargs["use_cache"] = False
         return_dict = kwargs.pop("return_dict", None)
@@ -172,13 +183,13 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
             losses.append(RoutingLoss("balance_loss", self.depth_config.expert_balance_coef, value))
         return losses
 
-    def _check(self, kwargs: dict[str, Any], lookahead: bool) -> bool:
+    def _check(self, kwargs: dict[str, Any], lookahead: bool, routing: str | None) -> bool:
         """Refuse what a routed model cannot give; whether router logits are asked for."""
         if lookahead and kwargs.get("past_key_values") is not None:
             raise ValueError("top-k routing takes whole sequences and no past_key_values: call eval() first")
         attentions, logits = kwargs.get("output_attentions"), kwargs.get("output_router_logits")
         if not lookahead and (self.config.output_attentions if attentions is None else attentions):
-            raise ValueError("output_attentions needs every layer to run: evaluate within mixdepth.lookahead(model)")
+            raise _needs_every_layer("output_attentions", routing)
         past = kwargs.get("past_key_values")
         if not lookahead and (past is None or past.get_seq_length() == 0):  # once for each text
             for module in self._choosers():
@@ -189,7 +200,7 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         if not hasattr(self.config, "output_router_logits"):  # no experts: the logits are the routers'
             return bool(logits)
         if not lookahead and logits:
-            raise ValueError("output_router_logits of experts needs every layer to run: use mixdepth.lookahead(model)")
+            raise _needs_every_layer("output_router_logits", routing)
         logits = lookahead and (self.config.output_router_logits if logits is None else logits)
         if logits and kwargs.get("attention_mask") is not None:
             raise ValueError(
@@ -252,8 +263,17 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
         """The layers whose experts are routed (`experts=...`)."""
         return [i for i, layer in enumerate(decoder_layers(self)) if isinstance(expert_block(layer), RoutedExperts)]
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Say that the class is transformers' own.
+
+        In the classes of others `init_weights()` passes over modules that hold modules only, and some architectures
+        scale weights there.
+        """
+        return False
+
     @torch.no_grad()
-    @initialization.guard_torch_init_functions()
+    @initialization.guard_torch_init_functions()  # type: ignore[untyped-decorator]
     def initialize_weights(self) -> None:
         """Initialise routers by their own rule, and then the rest by the architecture's.
 
@@ -297,10 +317,14 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
                     f"{len(keys)} routing weights in {name!r} are {problem}, such as {keys[0]}: its config.json "
                     "and its weights do not belong together; save the model again with save_pretrained"
                 )
+        for router in model.depth_routers:
+            if router.step is not None:  # loading in half precision makes it float32, like the rest of a router
+                router.step = router.step.long()
         return (model, info) if output_loading_info else model
 
+    @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Continue a text, as transformers' `generate()` does, with causal routing."""
+        # The steps route causally: see `routed_inputs`.
         config = self.config.get_text_config(decoder=True)
         num_layers = config.num_hidden_layers
         try:
@@ -328,6 +352,33 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_object, (self.config.model_type, 1), self.__dict__
+
+
+OTHER_AUTO_CLASSES = (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+
+class OtherModel:
+    """Stands for routed model types in `OTHER_AUTO_CLASSES`, and refuses to be made."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        raise cls._refusal()
+
+    @classmethod
+    def _from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        raise cls._refusal()
+
+    @staticmethod
+    def _refusal() -> ValueError:
+        return ValueError(
+            "a routed model is a causal language model: load it with AutoModelForCausalLM, and take its base_model "
+            "for hidden states without a head"
+        )
 
 
 @functools.cache
@@ -367,6 +418,8 @@ def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
     )
     AutoConfig.register(PREFIX + model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    for auto_class in OTHER_AUTO_CLASSES:
+        auto_class.register(config_class, OtherModel, exist_ok=True)
     # Key names in checkpoints stay those of the dense model, where they differ from its module names.
     for theirs, name in ((model_type, PREFIX + model_type), (model_base.__name__, model_class.__name__)):
         mapping = get_checkpoint_conversion_mapping(theirs)
@@ -394,6 +447,15 @@ def _positions(kwargs: dict[str, Any]) -> Tensor | None:
     if mask is not None and seen == 0:
         return None  # the router counts real tokens itself
     return torch.arange(seen, seen + num_tokens, device=tokens.device)[None]
+
+
+def _needs_every_layer(name: str, routing: str | None) -> ValueError:
+    if routing == "causal":
+        return ValueError(
+            f"{name} needs every layer to run, and generate() skips layers: leave it out, and call "
+            f"model(tokens, {name}=True) on the finished text within mixdepth.lookahead(model)"
+        )
+    return ValueError(f"{name} needs every layer to run: evaluate within mixdepth.lookahead(model)")
 
 
 def _balance_coef(config: Any) -> float:
