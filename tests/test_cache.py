@@ -96,6 +96,14 @@ def test_rows_can_be_reordered_selected_and_repeated():
     assert contents(layer) == expected(chosen, [0])
 
 
+def test_stored_tokens_keep_their_columns_where_rows_are_reordered_and_repeated():
+    layer = filled(random_choice())
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    layer.batch_repeat_interleave(2)
+    for row, (keys, length) in enumerate(zip(contents(layer), layer.lengths, strict=True)):
+        assert layer.columns[row, :length].tolist() == [key % 100 for key in keys]
+
+
 def test_a_sliding_window_drops_what_no_later_token_can_see():
     chosen = random_choice(num_tokens=400)
     layer = filled(chosen, RoutedCacheLayer(sliding_window=10))

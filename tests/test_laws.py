@@ -280,6 +280,22 @@ def test_5_any_split_of_a_sequence_gives_the_logits_of_one_pass(architecture, va
 
 
 @every_case
+def test_5_rows_that_chose_different_numbers_of_tokens_step_by_step_give_the_logits_of_one_pass(architecture, variant):
+    model, tolerance = shared(architecture, variant)
+    ids = token_ids(4)
+    routes = decisions(model, ids)
+    if routes and model.depth_config.scheme not in ("random", "soft"):  # those choose the same in every row
+        assert any(route.count.unique().numel() > 1 for route in routes)
+    whole = model(ids).logits
+    cache, logits = None, []
+    for token in ids.split(1, dim=1):  # and no mask: no row is padded
+        out = model(token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    assert_close(torch.cat(logits, 1), whole, tolerance)
+
+
+@every_case
 def test_5_batched_generation_equals_recomputation_without_a_cache(architecture, variant):
     model, _ = shared(architecture, variant)
     ids, mask = left_padded()

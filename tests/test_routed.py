@@ -79,6 +79,22 @@ def test_a_row_of_a_padded_batch_equals_the_row_by_itself_in_an_encoder_layer():
     assert torch.equal(batch[0, 4:], x[0, 4:])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_random_routing_chooses_in_a_padded_row_what_it_chooses_in_the_row_by_itself(training):
+    routed = Routed(Recorder(), width=4, config=DepthConfig(scheme="random", capacity=0.5), slot_mask="used")
+    routed.train(training)
+    x = torch.randn(3, 40, 4)
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    mask[0, :7] = False  # on the left
+    mask[1, 20:26] = False  # between
+    routed(x, mask=mask)
+    batch = routed.route.mask
+    for row in range(3):
+        real = mask[row]
+        routed(x[row : row + 1, real], mask=real[None, real])
+        assert torch.equal(batch[row, real], routed.route.mask[0])
+
+
 @pytest.mark.parametrize("causal", ["predictor", "aux_loss"])
 def test_the_routing_loss_of_a_plain_loop_teaches_the_causal_rule_to_foresee_the_choice(causal):
     """Tokens whose first feature is large are chosen; the rule must learn to see that by itself."""

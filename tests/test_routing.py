@@ -1,10 +1,11 @@
 """Properties of Route and of the top-k choice, over random masks and scores."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixdepth.routing import Route, top_k
+from mixdepth.routing import Route, edge, top_k
 
 
 @st.composite
@@ -84,6 +85,28 @@ def test_top_k_takes_exactly_k_of_the_best_and_the_earlier_of_equals(seed, batch
     for row in range(batch_size):
         ranking = sorted(range(num_tokens), key=lambda token: (-scores[row, token], token))
         assert chosen[row].nonzero()[:, 0].tolist() == sorted(ranking[: k[row]])
+
+
+def test_the_edge_of_a_choice_is_halfway_between_the_worst_chosen_and_the_best_other_candidate():
+    scores = torch.tensor([[5.0, 1.0, 2.0, 9.0]])
+    chosen = torch.tensor([[True, False, False, False]])
+    candidates = torch.tensor([[True, True, True, False]])  # the best score of all is no candidate's
+    assert edge(scores, chosen, candidates).tolist() == [3.5]
+
+
+def test_the_edge_of_a_choice_of_all_candidates_lies_just_below_the_worst_of_them():
+    scores = torch.tensor([[5.0, 1.0, 2.0, 9.0]])
+    candidates = torch.tensor([[True, True, True, False]])
+    (found,) = edge(scores, candidates, candidates).tolist()
+    assert 1 - 1e-6 < found < 1
+
+
+@pytest.mark.parametrize("score", [torch.inf, -torch.inf, torch.nan])
+def test_a_score_that_is_not_finite_gives_an_unused_slot_the_weight_zero(score):
+    chosen = torch.tensor([[True, False, False], [True, True, True]])
+    weight = torch.tensor([[2.0, score, score], [3.0, 4.0, 5.0]])
+    route = Route.choose(chosen, weight, weight, None, torch.ones_like(chosen), num_slots=3)
+    assert route.weight.tolist() == [[2, 0, 0], [3, 4, 5]]
 
 
 def test_the_realised_capacity_counts_real_tokens_only():

@@ -1,5 +1,6 @@
 """What is particular to each scheme and causal rule; what they share is in test_laws.py."""
 
+import math
 import os
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import mixdepth
-from mixdepth import DepthConfig, Route, Routed
+from mixdepth import DepthConfig, Route, Routed, Router
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.losses import capacity_loss
 from mixdepth.routing import gaussian, slots
@@ -37,6 +38,14 @@ def test_tokens_over_capacity_are_dropped_in_stream_order_and_counted_in_trainin
     (route, *_) = routes_of(model.eval(), ids)
     assert torch.equal(route.mask, wanted)
     assert not route.dropped.any()
+
+
+def test_a_score_of_exactly_zero_does_not_choose_the_block():
+    router = Router(4, DepthConfig(scheme="token_choice", init_std=0.0), capacity=0.5)
+    for training in (True, False):
+        route = router.train(training)(torch.randn(2, 6, 4))
+        assert not route.logits.any()
+        assert route.count.tolist() == [0, 0]
 
 
 def test_the_capacity_loss_pulls_the_share_of_tokens_to_the_capacity_and_rests_there():
@@ -107,6 +116,16 @@ def test_random_routing_changes_with_the_step_in_training_and_never_in_evaluatio
     assert not torch.equal(evaluated[0], evaluated[1])  # layers differ
 
 
+def test_random_routing_in_evaluation_is_the_same_at_every_step_even_with_look_ahead():
+    model = routed(scheme="random")
+    found = []
+    for _ in range(2):
+        with mixdepth.lookahead(model):
+            found.append([route.mask for route in routes_of(model, token_ids(2, 40))])
+        mixdepth.update_routers(model)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_random_routing_does_not_look_at_the_tokens_and_resumes_where_it_was(tmp_path):
     model = routed(scheme="random", dtype=torch.float32)
     for _ in range(3):
@@ -116,6 +135,23 @@ def test_random_routing_does_not_look_at_the_tokens_and_resumes_where_it_was(tmp
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     for route, mask in zip(routes_of(loaded, token_ids(seed=3)), expected, strict=True):
         assert torch.equal(route.mask, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_the_noise_is_that_of_a_position_whatever_integer_holds_it(dtype):
+    """The hash of a position takes 64 bits, and would overflow in fewer."""
+    positions = torch.arange(3000)[None]
+    expected = gaussian(positions, 0, 3, 7)
+    assert torch.equal(gaussian(positions.to(dtype), 0, 3, 7), expected)
+
+
+def test_random_routing_chooses_the_same_by_positions_in_32_bits():
+    model = routed(scheme="random")
+    ids = token_ids(2, 40)
+    positions = torch.arange(40)[None]
+    expected = model(ids, output_routes=True, position_ids=positions).routes
+    routes = model(ids, output_routes=True, position_ids=positions.int()).routes
+    assert all(torch.equal(a.mask, b.mask) for a, b in zip(routes, expected, strict=True))
 
 
 def test_random_routing_follows_its_seed():
@@ -263,6 +299,39 @@ def test_a_threshold_just_admits_all_where_all_were_chosen():
     mixdepth.update_routers(model)
     (route, *_) = routes_of(model.eval(), ids)
     assert route.mask.all()
+
+
+@pytest.mark.parametrize("causal", ["threshold", "aux_loss"])
+def test_a_score_at_the_threshold_itself_is_not_chosen(causal):
+    router = Router(4, DepthConfig(causal=causal), capacity=0.5).eval()
+    x = torch.randn(1, 8, 4)
+    scores = router.score(x)[0]
+    router.threshold.copy_(scores[3])
+    route = router(x)
+    assert torch.equal(route.mask[0], scores > scores[3])
+    assert not route.mask[0, 3]
+
+
+class Unchanged(nn.Module):
+    """A block that is told which slots are in use."""
+
+    def forward(self, x, used):
+        return x
+
+
+def test_a_row_of_padding_alone_has_no_part_in_the_threshold():
+    config = DepthConfig(causal="threshold", capacity=0.5, threshold_momentum=0.0, init_std=1.0)
+    block = Routed(Unchanged(), width=4, config=config, slot_mask="used")
+    x = torch.randn(3, 8, 4)
+    mask = torch.ones(3, 8, dtype=torch.bool)
+    mask[1] = False
+    thresholds = []
+    for rows in ([0, 1, 2], [0, 2]):
+        block.train()(x[rows], mask=mask[rows])
+        mixdepth.update_routers(block)
+        thresholds.append(block.router.threshold.item())
+    assert thresholds[0] == thresholds[1]
+    assert math.isfinite(thresholds[0])
 
 
 def test_a_threshold_stays_in_float32_in_a_model_of_half_precision(tmp_path):
