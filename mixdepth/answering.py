@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from jinja2.defaults import DEFAULT_NAMESPACE
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -96,7 +96,11 @@ class Turn:
             self.check()
             if self.seed is not None:
                 torch.manual_seed(self.seed)
-            return self.served.model.generate(**options, stopping_criteria=[_EachToken(self)])
+            return self.served.model.generate(
+                **options,
+                logits_processor=LogitsProcessorList([_SomeChoice()]),
+                stopping_criteria=StoppingCriteriaList([_EachToken(self)]),
+            )
         except Exception as error:
             self.begin(error)
             if "streamer" not in options or isinstance(error, LeftError):
@@ -117,6 +121,19 @@ class Turn:
     def _begin(self, error: Exception | None) -> None:
         if not self.has_begun.done():
             self.has_begun.set_result(error)
+
+
+class _SomeChoice(LogitsProcessor):
+    """Refuses a request whose settings rule out every token: one would be drawn all the same, or none could be."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        has_choice = scores.isfinite().any(dim=-1)  # (rows,)
+        if not has_choice.all():
+            raise ValueError(
+                "no token is left to continue with: ask for fewer tokens, or less of no_repeat_ngram_size and "
+                "min_new_tokens"
+            )
+        return scores
 
 
 class _EachToken(StoppingCriteria):

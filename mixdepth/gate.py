@@ -16,6 +16,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
+GOODBYE_SECONDS = 5
+"""After Ctrl-C, answers that are under way have this long to end."""
+
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 ANY_HOST = "*"
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -170,7 +173,19 @@ def _place_of(origin: str) -> str | None:
         return None
 
 
-def make_protocol(limits: Limits) -> Any:
+def uvicorn_options(limits: Limits) -> dict[str, Any]:
+    """How uvicorn serves a gate with these limits."""
+    return {
+        "http": _make_protocol(limits),
+        "ws": "none",
+        "limit_concurrency": limits.connections + 1,  # the number at which it answers with 503
+        "timeout_graceful_shutdown": GOODBYE_SECONDS,
+        "log_level": "error",
+        "access_log": False,
+    }
+
+
+def _make_protocol(limits: Limits) -> Any:
     """uvicorn's protocol, but a connection that keeps it waiting is closed."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol

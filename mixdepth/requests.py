@@ -78,10 +78,13 @@ class Kind:
 
     words: str
     has: Callable[[Any], bool]
+    is_number: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: Any) -> Any:
+        """The value, if it is of this kind; a number as a float, since `generate` takes 1.0 where it refuses 1."""
         if not self.has(value):
             raise ValueError(f"{name} must be {self.words}, not {shown(value)}")
+        return float(value) if self.is_number else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,8 @@ def number(low: float, high: float, *, above: bool = False, or_zero: bool = Fals
         return low < value <= high if above else low <= value <= high  # neither holds for NaN
 
     limits = f"above {low} and up to {high}" if above else _range(low, high)
-    return Kind(f"0 or a number {limits}" if or_zero else f"a number {limits}", has)
+    words = f"0 or a number {limits}" if or_zero else f"a number {limits}"
+    return Kind(words, has, is_number=True)
 
 
 def _range(low: float, high: float | None) -> str:
@@ -330,8 +334,7 @@ def _settings(given: dict[str, Any], limits: Limits) -> dict[str, Any]:
             known = ", ".join(kinds)
             raise ValueError(f"generation_config has no {_named(name, value)} here; it may have {known}")
         if value is not None:
-            kinds[name].check(name, value)
-            settings[name] = value
+            settings[name] = kinds[name].check(name, value)
     return settings
 
 

@@ -10,13 +10,10 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 from mixdepth.files import tell
-from mixdepth.gate import Gate, check_host, make_protocol
+from mixdepth.gate import Gate, check_host, uvicorn_options
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.limits import Limits, RefusedError, error_body
 from mixdepth.loading import load
-
-GOODBYE_SECONDS = 5
-"""After Ctrl-C, answers that are under way have this long to end."""
 
 
 def make_app(
@@ -152,14 +149,4 @@ def serve(
     warnings.simplefilter("ignore")
     place = f"[{host}]" if ":" in host else host
     print(f"mixdepth: serving {public} at http://{place}:{port}/v1, until Ctrl-C", flush=True)
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        http=make_protocol(limits),
-        ws="none",
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=GOODBYE_SECONDS,
-        log_level="error",
-        access_log=False,
-    )
+    uvicorn.run(app, host=host, port=port, **uvicorn_options(limits))

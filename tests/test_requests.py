@@ -95,7 +95,7 @@ def message(**fields):
         (TEXT, settings(temperature=1e-320), "temperature must be"),
         # 4. Fields that have no effect next to others
         (TEXT, {"stream": True, **settings(num_beams=2)}, "num_beams=2 cannot be streamed"),
-        (TEXT, settings(length_penalty=2), "length_penalty=2 has no effect without num_beams"),
+        (TEXT, settings(length_penalty=2.5), "length_penalty=2.5 has no effect without num_beams"),
         (TEXT, {"temperature": 0, **settings(do_sample=True)}, "leave one out"),
         (TEXT, {"temperature": 0.5, **settings(do_sample=False)}, "temperature=0.5 has no effect"),
         (TEXT, {"temperature": 0, **settings(min_p=0.1)}, "min_p=0.1 has no effect"),
@@ -165,6 +165,12 @@ def test_a_request_is_said_in_the_words_of_the_server():
     asked = understood(TEXT, stream=True, **settings(top_k=3, min_p=None))
     assert "generation_config" not in asked.body
     assert (asked.settings, asked.is_streamed) == ({"top_k": 3}, True)
+
+
+def test_a_number_of_generation_config_may_be_written_without_a_point():
+    """`generate` refuses a repetition penalty of 2, and takes 2.0."""
+    taken = understood(TEXT, **settings(repetition_penalty=2, top_k=3)).settings
+    assert {name: type(value) for name, value in taken.items()} == {"repetition_penalty": float, "top_k": int}
 
 
 def test_letters_are_counted_in_all_that_becomes_the_prompt():

@@ -26,7 +26,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "small-mod"
-    model = mixdepth.route(dense(vocab_size=256), capacity=0.5, gate="unit", layers=(1, 3))
+    model = mixdepth.route(dense(vocab_size=256, max_position_embeddings=512), capacity=0.5, gate="unit", layers=(1, 3))
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     tokenizer = byte_tokenizer()
@@ -51,9 +51,8 @@ def server(folder):
     yield address
     os.kill(process.pid, signal.SIGINT)
     process.join(timeout=20)
-    assert process.exitcode is not None
-    assert f"serving small-mod at {address}/v1" in log.read_text()
-    assert "Traceback" not in log.read_text()
+    assert process.exitcode == 0
+    assert log.read_text() == f"mixdepth: serving small-mod at {address}/v1, until Ctrl-C\n"
 
 
 @pytest.fixture
@@ -123,6 +122,17 @@ def test_several_clients_get_each_their_own(client, folder):
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "max_tokens": -5}),
         ("completions", {"model": "small-mod", "prompt": "x", "stream": True, "generation_config": '{"num_beams": 2}'}),
         ("completions", {"model": "small-mod", "prompt": "x", "generation_config": '{"num_beams": 0}'}),
+        ("completions", {"prompt": "x", "generation_config": '{"num_beams": 1000000}'}),
+        ("completions", {"prompt": "x", "stop": ["x" * 100] * 2000}),
+        ("completions", {"prompt": "x", "logit_bias": {"5": 100}}),
+        ("completions", {"prompt": "x", "temperature": 1e-320}),
+        ("completions", {"prompt": "x", "generation_config": '{"min_new_tokens": 9}', "max_tokens": 5}),
+        ("completions", {"prompt": "x", "generation_config": '{"eos_token_id": 256}', "stream": True}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"999": 1}}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"999": 1}, "stream": True},
+        ),
         ("completions", {**STATIC, "stream": True}),
         ("chat/completions", {"model": "small-mod", "messages": [{"role": "user", "content": "x"}], **WARM}),
         ("responses", {"model": "small-mod", "input": "x", "stream": True, "max_output_tokens": -4}),
@@ -141,15 +151,62 @@ def test_a_bad_request_gets_a_4xx_and_the_server_lives_on(path, body, server, cl
         urllib.request.urlopen(request, timeout=60)
     assert 400 <= refusal.value.code < 500
     answer = json.loads(refusal.value.read())
-    assert answer.get("error") or answer.get("detail")
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert len(answer["error"]["message"]) < 410
     assert client.completions.create(model="small-mod", prompt="x", max_tokens=1).choices
 
 
-def test_no_other_model_is_loaded_for_a_client(server):
+@pytest.mark.parametrize("path", ["load_model", "reset", "v1/systemone", "v1/audio/transcriptions"])
+def test_no_other_model_is_loaded_for_a_client(path, server):
     data = json.dumps({"model": "somebody/else"}).encode()
-    request = urllib.request.Request(f"{server}/load_model", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{server}/{path}", data, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(request, timeout=60)
+
+
+@pytest.mark.parametrize("path", ["docs", "redoc", "openapi.json"])
+def test_there_are_no_pages_with_scripts_from_elsewhere(path, server):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{server}/{path}", timeout=60)
+
+
+def test_a_seed_and_a_logit_bias_have_an_effect(client):
+    options = {"model": "small-mod", "prompt": "def f(", "max_tokens": 20}
+    first, again, other = (client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    messages = [{"role": "user", "content": "hello"}]
+    answer = client.chat.completions.create(
+        model="small-mod", messages=messages, max_tokens=4, logit_bias={str(ord("F")): 100}
+    )
+    assert answer.choices[0].message.content == "FFFF"
+
+
+def test_a_generation_config_changes_the_settings_of_the_model(client, folder):
+    expected = mixdepth.generate(
+        folder, "def f(", max_new_tokens=30, do_sample=False, no_repeat_ngram_size=1, repetition_penalty=2.0
+    )[0]
+    answer = client.completions.create(
+        model="small-mod",
+        prompt="def f(",
+        max_tokens=30,
+        temperature=0,
+        extra_body={"generation_config": '{"no_repeat_ngram_size": 1, "repetition_penalty": 2}'},
+    )
+    assert answer.choices[0].text == expected.completion
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_settings_that_leave_no_token_are_refused(temperature, client):
+    """Each of the 256 tokens may be used once. Greedily the first would be taken all the same."""
+    with pytest.raises(openai.BadRequestError, match="no token is left to continue with"):
+        client.completions.create(
+            model="small-mod",
+            prompt="x",
+            max_tokens=300,
+            temperature=temperature,
+            extra_body={"generation_config": '{"no_repeat_ngram_size": 1}'},
+        )
 
 
 def test_continuous_batching_and_a_taken_port_are_refused(folder):
