@@ -1,5 +1,6 @@
 """`evaluate_runs`: models side by side on held-out text."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -154,8 +155,6 @@ def _evaluate(
     if run is not None and source in (None, run.settings.corpus):
         source = run.settings.corpus
         text = text_of(run)
-        if run.about["corpus_digest"] != text.digest:
-            raise ValueError(f"the corpus {source!r} is no longer what {name!r} was trained on: give another --corpus")
     elif source is None:
         raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
     else:
@@ -178,6 +177,8 @@ def _evaluate(
         flops = None
     is_routed = isinstance(model, RoutedCausalLM)
     key = f"{text.digest}/{split}/{context}/{len(chosen)}"
+    if not (math.isfinite(found.loss) and math.isfinite(found.lookahead_loss)):
+        note = "; ".join([*filter(None, [note]), f"{name}: its loss is not a number, as its products are not finite"])
     return Entry(name, note, model.num_parameters(), flops, side.bits_per_nat, is_routed, found, key)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from mixdepth.card import write_card
 from mixdepth.config import DepthConfig, check_integer
 from mixdepth.data import load_corpus
-from mixdepth.files import read_json, write_json
+from mixdepth.digests import write_digests
+from mixdepth.files import check_name, read_json, write_json
 from mixdepth.hf import RoutedCausalLM, route, unroute
 from mixdepth.hf.architectures import check_settings, decoder_layers
 from mixdepth.importance import cheapest, check_fit, fit_routers, layer_costs, windows_to_fit
@@ -76,6 +77,7 @@ def convert(
     the model takes). `fit` starts routers by `fit_routers` on the same windows, and not at 0.
     """
     name = str(name)
+    check_name(out)
     folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} exists already: choose another --out")
@@ -125,6 +127,7 @@ def convert(
             conversion.write(aside)
         about = {} if conversion is None else {"comes down to capacity": conversion.depth.capacity}
         write_card(aside, folder.name, model, name, about, {})
+        write_digests(aside)
     return conversion
 
 

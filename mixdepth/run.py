@@ -6,13 +6,15 @@ metrics.jsonl       losses and counts; the same to the bit however often the run
 timings.jsonl       how fast it was
 checkpoint-100/     what it takes to go on from step 100; it counts once complete.json is there
 config.json, model.safetensors, tokenizer.json ...   the trained model, as transformers reads it
+digests.json        what the files of the model were when it was finished
 result.json         the last file to appear: the run is finished
 ```
 """
 
-import hashlib
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mixdepth.files import read_json, write_json
+from mixdepth.digests import difference, digests_of
+from mixdepth.files import check_name, read_json, write_json
 from mixdepth.settings import MAY_DIFFER, TrainConfig
 
 SETTINGS, METRICS, TIMINGS, RESULT = "run.json", "metrics.jsonl", "timings.jsonl", "result.json"
@@ -33,12 +36,15 @@ DERIVED = ("learning_rate", "steps", "flops", "parameters", "heads")
 """What follows from the settings, and may follow differently in another version."""
 NUM_KEPT = 2
 """Checkpoints that are kept: the newest, and one to fall back to."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where room is lacking."""
 
 
 class Run:
     """A run's folder."""
 
     def __init__(self, folder: str | Path) -> None:
+        check_name(folder)
         self.folder = Path(folder)
 
     def __repr__(self) -> str:
@@ -46,7 +52,11 @@ class Run:
 
     @property
     def settings(self) -> TrainConfig:
-        return TrainConfig.from_dict(self.about["settings"])
+        try:
+            return TrainConfig.from_dict(self.about["settings"])
+        except (TypeError, AttributeError) as error:
+            path = str(self.folder / SETTINGS)
+            raise ValueError(f"{path!r} is damaged (its settings make no sense: {error}): restore it") from error
 
     @property
     def about(self) -> dict[str, Any]:
@@ -80,8 +90,15 @@ class Run:
 
     @contextmanager
     def open(self, about: dict[str, Any]) -> Iterator[None]:
-        """Make the folder, or find the run that `about` describes in it; within this context it is nobody else's."""
+        """Make the folder, or find the run that `about` describes in it; within this context it is nobody else's.
+
+        A finished run is only looked at: nobody writes to it, and its folder may allow no writing.
+        """
         path = self.folder
+        if (path / SETTINGS).exists() and (path / RESULT).exists():
+            self._check_same(about)
+            yield
+            return
         if path.exists() and not path.is_dir():
             raise ValueError(f"{str(path)!r} is a file, not the folder of a run: choose another --out")
         if path.is_dir() and any(path.iterdir()) and not (path / SETTINGS).exists():
@@ -169,12 +186,7 @@ class Run:
 
     def complete(self, checkpoint: Path) -> None:
         """Write the marker of a checkpoint whose files are all there, then let go of old ones."""
-        files = {}
-        for path in sorted(checkpoint.rglob("*")):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    files[str(path.relative_to(checkpoint))] = hashlib.file_digest(file, "sha256").hexdigest()
-                    os.fsync(file.fileno())
+        files = digests_of(checkpoint, (path for path in checkpoint.rglob("*") if path.is_file()))
         lengths = {}
         for name in (METRICS, TIMINGS):
             with open(self.folder / name, "rb") as file:
@@ -200,11 +212,29 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
             raise
-        reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        reason = _reason(error)
+        way_out = "choose another folder"
+        if _is_full(error):
+            way_out = "make room or choose another folder, and the same command goes on from there"
         raise OSError(
-            f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: make room or choose "
-            "another folder, and the same command goes on from there"
+            f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: {way_out}"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why something could not be written, without the class and the number of the error."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "the name is too long"
+    said = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    said = re.sub(r"^(\w+\.)*\w+(Error|Exception): ", "", said)
+    return re.sub(r"\[Errno \d+\] ", "", said)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether room is lacking. Libraries that write for us may say so in words alone."""
+    number = getattr(error, "errno", None)
+    words = [os.strerror(code) for code in FULL]
+    return number in FULL if number is not None else any(word in str(error) for word in words)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -214,17 +244,13 @@ def step_of(checkpoint: Path) -> int:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, if anything."""
     try:
-        marker = read_json(checkpoint / MARKER)
+        marker = read_json(checkpoint / MARKER, keys=("files", METRICS, TIMINGS))
         for name in (METRICS, TIMINGS):
             if (checkpoint.parent / name).stat().st_size < marker[name]:
                 return f"{name} is shorter than it was"
-        for name, digest in marker["files"].items():
-            with open(checkpoint / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return str(error)
-    return None
+    return difference(checkpoint, marker["files"])
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,8 @@ compilation and DDP are transformers' and accelerate's, sharding and its checkpo
 import math
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
 from mixdepth.callbacks import Clock, FollowSchedule, LogAtCheckpoints, Progress
 from mixdepth.evaluation import evaluate
@@ -308,9 +310,21 @@ class DepthTrainer(Trainer):
         set_state_dict(
             self.model, self.optimizer.optimizer, model_state_dict=weights, optim_state_dict=optimizer, options=options
         )
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        scheduler = Path(checkpoint) / SCHEDULER_NAME
+        with reading(scheduler):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        name = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+        with reading(Path(checkpoint) / name):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """There is none: losses are scaled for float16 alone, in which nothing is trained here."""
 
     def _tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """All tensors of model and optimizer, by one flat name each, and the optimizer's state around them."""
@@ -320,6 +334,30 @@ class DepthTrainer(Trainer):
             **model_tensors(self.model, weights),
             **{f"optimizer.{name}.{k}": v for name, state in states.items() for k, v in state.items()},
         }, optimizer
+
+
+def check_checkpoint(checkpoint: Path, num_steps: int) -> None:
+    """Refuse to go on from a checkpoint that does not belong to a run of so many steps."""
+    step = step_of(checkpoint)
+    if step > num_steps:
+        raise ValueError(
+            f"{checkpoint.name!r} is beyond the {num_steps} steps of this run: delete it, and the same command goes on"
+        )
+    with reading(checkpoint / TRAINER_STATE_NAME) as path:
+        said = TrainerState.load_from_json(str(path)).global_step
+        if said != step:
+            raise ValueError(f"it says step {said!r}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Path]:
+    """Whatever goes wrong in reading a file of a checkpoint, in one sentence."""
+    try:
+        yield path
+    except Exception as error:  # each reader raises its own kinds
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        way_out = f"delete {path.parent.name!r}, and the same command goes on"
+        raise ValueError(f"{str(path)!r} cannot be read ({lines[0][:100]}): {way_out}") from error
 
 
 def model_tensors(model: Any, weights: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 import mixdepth
 from mixdepth.card import write_adapter_card, write_card
 from mixdepth.data import Corpus, collate, load_corpus
+from mixdepth.digests import write_digests
 from mixdepth.evaluation import has_thresholds, set_thresholds
 from mixdepth.files import tell, write_json
 from mixdepth.flops import find_shape
@@ -30,7 +31,7 @@ from mixdepth.schedule import CAPACITY_LEVELS, Schedule, plan
 from mixdepth.settings import TrainConfig
 from mixdepth.shape import model_config
 from mixdepth.sources import absolute
-from mixdepth.trainer import DepthTrainer
+from mixdepth.trainer import DepthTrainer, check_checkpoint
 
 PEAK_SIZE = 1024
 ADAPTER = "adapter"
@@ -98,6 +99,7 @@ def _train(
                 tell(f"{sentence}: going back to {checkpoint.name if checkpoint else 'the start'}")
             if checkpoint is not None:
                 tell(f"going on from {checkpoint.name}")
+                check_checkpoint(checkpoint, schedule.steps)
             run.go_back_to(checkpoint)
         return checkpoint
 
@@ -140,6 +142,7 @@ def _train(
         result = {**found, "validation_bits_per_byte": bits, **spent}
         with writing(run.folder):
             write_card(run.folder, run.folder.resolve().name, model, config.model, _about(config), result)
+            write_digests(run.folder)
             write_json(run.folder / RESULT, result)
 
 
@@ -163,8 +166,15 @@ def corpus_of(config: TrainConfig, tokenizer: str | None = None) -> Corpus:
 
 
 def text_of(run: Run) -> Corpus:
-    """The text that a run was trained on, by the run's own tokenizer."""
-    return corpus_of(run.settings, None if run.settings.model is None else str(run.folder))
+    """The text that a run was trained on, by the run's own tokenizer; any other is refused."""
+    settings = run.settings
+    corpus = corpus_of(settings, None if settings.model is None else str(run.folder))
+    if run.about["corpus_digest"] != corpus.digest:
+        raise ValueError(
+            f"the corpus {settings.corpus!r} is no longer what {str(run.folder)!r} was trained on: restore it, or name "
+            "another text"
+        )
+    return corpus
 
 
 def main_first(state: PartialState, work: Callable[[], Any]) -> Any:

@@ -27,6 +27,8 @@ ORDER = [
     "statistics",
     "settings",
     "files",
+    "digests",
+    "foreign",
     "table",
     "smollm2",
     "tokens",

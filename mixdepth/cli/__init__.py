@@ -38,12 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = options.pop("run")
     from transformers.utils.logging import disable_progress_bar
 
+    from mixdepth.files import explained
+
     disable_progress_bar()  # ours is the only one
     try:
         run(**options)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"mixdepth: {error}", file=sys.stderr)
+            print(f"mixdepth: {explained(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mixdepth: stopped; what was finished is kept", file=sys.stderr)

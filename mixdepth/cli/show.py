@@ -76,6 +76,7 @@ def _add_page(verbs: Any) -> None:
 def _page(model: str, text: str | None, file: str | None, context: int | None, out: str) -> None:
     from pathlib import Path
 
+    from mixdepth.files import tell
     from mixdepth.report.page import check_path, write_page
     from mixdepth.trace import trace
 
@@ -87,7 +88,10 @@ def _page(model: str, text: str | None, file: str | None, context: int | None, o
         except UnicodeDecodeError as error:
             raise ValueError(f"{file!r} is not text in UTF-8 ({error.reason}): give another --file") from error
     check_path(out)
-    print(write_page(trace(model, text, context=context), out))
+    traced = trace(model, text, context=context)
+    if traced.note:
+        tell(traced.note)
+    print(write_page(traced, out))
 
 
 def _add_bench(verbs: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mixdepth.config import DepthConfig
-from mixdepth.files import read_json, write_json
+from mixdepth.files import check_name, read_json, write_json
 from mixdepth.isoflop import forms
 from mixdepth.run import RESULT, SETTINGS, Run
 from mixdepth.settings import TrainConfig
@@ -102,6 +102,7 @@ class Study(NamedTuple):
     @classmethod
     def read(cls, folder: str | Path) -> "Study":
         path = Path(folder) / STUDY
+        check_name(path)
         if not path.is_file():
             raise ValueError(f"{str(folder)!r} is not a study: it has no {STUDY}; make one with mixdepth isoflop plan")
         way_out = "restore it, or plan again in another folder"

@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from mixdepth.files import write_text
+from mixdepth.files import check_name, write_text
 from mixdepth.run import writing
 from mixdepth.trace import Trace
 
@@ -23,6 +23,7 @@ def write_page(trace: Trace, path: str | Path) -> Path:
 
 def check_path(path: str | Path) -> None:
     """Refuse what could not be written, before there is work to lose."""
+    check_name(path)
     if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
         raise ValueError(f"the page cannot be written to {str(path)!r}: name a file in a folder that exists")
 

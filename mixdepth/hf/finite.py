@@ -1,0 +1,52 @@
+"""Weights that are not finite: with them a model computes nothing, and routers choose nobody in silence."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mixdepth.router import Chooser
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse a model with weights that are NaN or infinite; the first of them is named."""
+    for key, tensor in _saved(model):
+        problem = _problem(tensor)
+        if problem is not None:
+            raise ValueError(
+                f"the weights of {name!r} are not finite: {key!r} holds {problem}; copy the model again, or go back to "
+                "an earlier checkpoint"
+            )
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a folder holds, tied ones once. A threshold that was never estimated is NaN by
+    right, and is left out."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) in seen or name in module._non_persistent_buffers_set:
+                continue
+            seen.add(id(tensor))
+            if isinstance(module, Chooser) and tensor is module.threshold and _is_awaited(module):
+                continue
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _is_awaited(router: Chooser) -> bool:
+    """Whether the router's threshold is yet to be estimated."""
+    return router.estimates and not router.threshold.is_meta and bool(router.threshold.isnan().all())
+
+
+def _problem(tensor: Tensor) -> str | None:
+    """What in the tensor is not finite. The extremes show it: a NaN is passed on by both of them."""
+    if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    if tensor.dtype.itemsize == 1:  # torch finds no extremes of 8 bits
+        tensor = tensor.float()
+    extremes = torch.stack(torch.aminmax(tensor))
+    if extremes.isnan().any():
+        return "NaN"
+    return "infinity" if extremes.isinf().any() else None
