@@ -6,8 +6,11 @@ import logging
 import pickle
 
 import pytest
+import torch
 import transformers
-from promised import ARCHITECTURES, DENSE, every_model, every_routed_model, promised
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from promised import ARCHITECTURES, DENSE, every_model, every_routed_model, logits_of, promised
+from tiny import token_ids
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -18,6 +21,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mixdepth
+from mixdepth.hf.model import OTHER_AUTO_CLASSES, routed_classes
+from mixdepth.tokens import byte_tokenizer
 
 
 def settings_of(config):
@@ -129,20 +134,91 @@ def test_a_model_that_is_built_from_a_read_config_is_routed(saved, variant):
     assert model.depth_config == mixdepth.DepthConfig.from_dict(config.depth)
 
 
+REFUSAL = "routed: import mixdepth and load with AutoModelForCausalLM"
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_dense_class_does_not_take_a_routed_folder_in_silence(architecture, tmp_path, caplog, monkeypatch):
+def test_a_dense_class_refuses_a_routed_folder_and_says_how_it_is_loaded(architecture, tmp_path):
     promised(architecture, "predictor").save_pretrained(tmp_path)
     config_class = CONFIG_MAPPING[architecture]
-    dense_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    transformers.logging.set_verbosity_warning()
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    said = ""
-    try:
-        dense_class.from_pretrained(tmp_path)
-    except Exception as error:
-        said = str(error)
-    said += caplog.text
-    assert "mixdepth" in said
+    for kind in (config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]):
+        with pytest.raises(StrictDataclassFieldValidationError, match=REFUSAL):
+            kind.from_pretrained(tmp_path)
+
+
+def test_every_dense_config_class_refuses_a_routed_file(tmp_path):
+    for architecture in mixdepth.supported_architectures():
+        config_class, _ = routed_classes(architecture)
+        config_class(depth=mixdepth.DepthConfig().to_dict()).save_pretrained(tmp_path / architecture)
+        with pytest.raises(StrictDataclassFieldValidationError, match=REFUSAL):
+            CONFIG_MAPPING[architecture].from_pretrained(tmp_path / architecture)
+
+
+@pytest.fixture
+def saved_by_an_earlier_version(tmp_path):
+    """A model and its folder, whose config.json has the sentence in the place of `use_cache`."""
+
+    def save(architecture, use_cache):
+        model = promised(architecture, "predictor")
+        model.save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        entries = json.loads(file.read_text())
+        del entries["for_dense_classes"]
+        file.write_text(json.dumps({**entries, "use_cache": REFUSAL, "routed_use_cache": use_cache}))
+        return model, tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_folders_of_earlier_versions_are_loaded(architecture, use_cache, saved_by_an_earlier_version):
+    model, folder = saved_by_an_earlier_version(architecture, use_cache)
+    for config in (AutoConfig.from_pretrained(folder), type(model.config).from_json_file(folder / "config.json")):
+        assert config.use_cache is use_cache
+        assert not hasattr(config, "routed_use_cache")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.use_cache is use_cache
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_a_folder_of_an_earlier_version_is_saved_as_one_of_this_version(saved_by_an_earlier_version, tmp_path):
+    _, folder = saved_by_an_earlier_version("llama", True)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    entries = json.loads((tmp_path / "again/config.json").read_text())
+    assert entries["use_cache"] is True
+    assert "routed_use_cache" not in entries
+    assert REFUSAL in entries["for_dense_classes"].values()
+
+
+@pytest.mark.parametrize("kind", OTHER_AUTO_CLASSES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_an_auto_class_for_another_task_refuses_a_routed_model(architecture, kind, tmp_path):
+    model = promised(architecture, "predictor")
+    model.save_pretrained(tmp_path)
+    for make in (lambda: kind.from_pretrained(tmp_path), lambda: kind.from_config(model.config)):
+        with pytest.raises(ValueError, match="a routed model is a causal language model: load it with") as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+def test_a_pipeline_for_another_task_says_how_a_routed_model_is_loaded(tmp_path):
+    promised("llama", "predictor").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a routed model is a causal language model: load it with AutoModelForCausal"):
+        transformers.pipeline("feature-extraction", model=str(tmp_path))
+
+
+@every_model
+def test_the_base_model_gives_hidden_states_without_a_head(architecture, variant):
+    model = promised(architecture, variant)
+    if variant == "early_exit":
+        with pytest.raises(ValueError, match="early exit needs the whole model"):
+            model.base_model(token_ids())
+        return
+    with torch.no_grad():
+        whole = model(token_ids(), output_hidden_states=True)
+        assert torch.equal(model.base_model(token_ids()).last_hidden_state, whole.hidden_states[-1])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from promised import CASES, DENSE, RULES, VARIANTS, every_model, every_rule_on_llama, logits_of, over, promised
+from promised import (
+    CASES,
+    DENSE,
+    RULES,
+    VARIANTS,
+    every_model,
+    every_routed_model,
+    every_rule_on_llama,
+    logits_of,
+    over,
+    promised,
+)
 from tiny import dense, tiny_config, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -58,6 +69,15 @@ def test_a_model_that_is_offloaded_to_disk_computes_the_same(architecture, varia
     disk_offload(model, tmp_path)
     assert is_on_meta(model)
     assert torch.equal(logits_of(model), expected)
+
+
+@every_routed_model
+def test_routers_whose_buffers_are_offloaded_are_not_evaluated(architecture, variant):
+    """A buffer is no module, so that nothing brings it in when it is asked for."""
+    model = promised(architecture, variant)
+    cpu_offload(model, offload_buffers=True)
+    with pytest.raises(ValueError, match="the buffers of routers hold no numbers: offload with offload_buffers=False"):
+        logits_of(model)
 
 
 @over([case for case in CASES if case[0] != "mixtral"])  # whose folder holds its experts one by one
