@@ -73,7 +73,10 @@ class Chooser(nn.Module):
                 "the buffers of routers hold no numbers: offload with offload_buffers=False, or initialise the model "
                 "with init_weights() first"
             )
-        if self.estimates and self.capacity != 1 and self.threshold.isnan().any():
+        if not self.estimates or self.capacity == 1:
+            return
+        check_not_recorded()  # here already: the thresholds are read on the host
+        if self.threshold.isnan().any():
             raise ValueError(
                 "the thresholds were never estimated: call mixdepth.update_routers(model) after each optimizer step, "
                 "or mixdepth.calibrate(model, batches)"

@@ -184,7 +184,7 @@ class RoutedLayer(Mixin):
         check_not_recorded()
         counts = decision.chosen.sum(1).tolist()  # the one read on the host
         choice = Choice(decision.chosen, None, counts)
-        rows, most = choice.rows, max(counts)
+        rows, most = choice.rows, max(counts, default=0)
         if depth.output_routes:
             depth.routes[self.depth_index] = router.route(x, decision, most)
         if not rows:
