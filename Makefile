@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow mutants docs smollm clean
+.PHONY: demo test slow load mutants docs smollm clean
 
 demo: .venv/ready
 	$(BIN)/mixdepth demo
@@ -11,10 +11,14 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not load" -n auto --dist loadfile
 
 slow: .venv/ready
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -m "not load" -n auto
+
+# A real server under 2,000 mixed requests; tests/load.py does the same and writes the figures to benchmarks/serving.json
+load: .venv/ready
+	$(BIN)/python -m pytest -m load
 
 # Deliberate bugs in the core, one at a time; prints those that their test does not see
 mutants: .venv/ready

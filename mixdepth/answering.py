@@ -185,11 +185,18 @@ class OneByOne(GenerateManager):
     ) -> Any:
         check_request(model.served, inputs["input_ids"].shape[-1], gen_config, is_streamed=False)
         answer = asyncio.ensure_future(super().generate_non_streaming(model, processor, inputs, gen_config, **options))
+        answer.add_done_callback(_hear)
         return await asyncio.shield(answer)  # the thread could not tell its result to what was cancelled
 
     def stop(self) -> None:
         """Wait for the answer that nobody waits for any longer: the thread has to find its event loop open."""
         self.submit(int).result(timeout=SHUTDOWN_SECONDS)
+
+
+def _hear(answer: asyncio.Future[Any]) -> None:
+    """Take the error of an answer that nobody waits for: asyncio would log it."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 class Together(CBGenerateManager):
