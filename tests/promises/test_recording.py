@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from promised import DENSE, RULES, VARIANTS, logits_of, over, promised
-from tiny import token_ids
+from tiny import routed, token_ids
 from torch import nn
 
 import mixdepth
@@ -70,6 +70,14 @@ def test_a_record_of_evaluation_is_refused_and_changes_nothing(architecture, var
         WAYS[way](model, token_ids(seed=1))
     assert "\n" not in str(error.value)
     assert torch.equal(logits_of(model), expected)
+
+
+@by_every_way
+def test_experts_that_take_every_token_are_not_recorded_either(way):
+    """Their number of tokens is known, but the program looks for them one by one."""
+    model = routed("mixtral", torch.float32, experts="expert_choice", expert_capacity=1.0, layers=())
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{way} .*: do so in training mode or within"):
+        WAYS[way](model, token_ids())
 
 
 @by_every_way
