@@ -171,9 +171,13 @@ def test_a_block_that_is_offloaded_computes_the_same(name, block):
         assert torch.equal(block(x), expected)
 
 
+def routing_weights(model):
+    return {name: tensor for name, tensor in model.named_parameters() if ".depth_router." in name}
+
+
 @every_model
 def test_linear_layers_are_quantised_as_the_model_runs(architecture, variant):
-    """The routers may be quantised or left alone, but the model runs and generates."""
+    """All but the routers, which compute in full precision."""
     model = promised(architecture, variant)
     expected = logits_of(model)
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
@@ -182,6 +186,9 @@ def test_linear_layers_are_quantised_as_the_model_runs(architecture, variant):
     assert logits.isfinite().all()
     assert quantised.generate(token_ids(), **GENERATE).shape == (2, 26)
     assert torch.equal(logits_of(model), expected)  # it is a copy that is quantised
+    own, theirs = routing_weights(model), routing_weights(quantised)
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in own.items())
 
 
 RAW = 77.0
