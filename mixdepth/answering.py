@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 import threading
 import time
 import uuid
@@ -17,7 +18,13 @@ from typing import Any
 
 import torch
 from jinja2.defaults import DEFAULT_NAMESPACE
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    ContinuousBatchingConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -38,6 +45,9 @@ OF_TEMPLATES = {*DEFAULT_NAMESPACE, "messages", "raise_exception", "strftime_now
 NUM_TOKENISERS = 2
 """Threads that turn texts into tokens, so that a long one does not keep the others waiting."""
 
+TOKENS_OF_A_STEP = 1024
+"""Most tokens that one step of continuous batching computes; longer prompts take several steps."""
+
 SHUTDOWN_SECONDS = 10
 
 
@@ -52,9 +62,15 @@ class Served:
     in_batches: bool
 
     @functools.cached_property
+    def positions(self) -> int:
+        """The longest prompt together with its answer."""
+        own = positions(self.model)
+        return min(own, self.limits.batch_tokens) if self.in_batches else own
+
+    @functools.cached_property
     def max_tokens(self) -> int:
         """The longest prompt."""
-        return min(positions(self.model) - 1, self.limits.prompt_tokens)
+        return min(self.positions - 1, self.limits.prompt_tokens)
 
     @functools.cached_property
     def max_letters(self) -> int:
@@ -159,7 +175,7 @@ def check_request(served: Served, num_tokens: int, settings: Any, *, is_streamed
     """Refuse what only the model can tell to be impossible, and hold the answer within its positions."""
     if num_tokens > served.max_tokens:
         raise ValueError(f"the prompt has {num_tokens} tokens, and this server takes {served.max_tokens}")
-    room = positions(served.model) - num_tokens
+    room = served.positions - num_tokens
     settings.max_new_tokens = room if settings.max_new_tokens is None else min(settings.max_new_tokens, room)
     if settings.min_new_tokens is not None and settings.min_new_tokens > settings.max_new_tokens:
         raise ValueError(
@@ -202,8 +218,14 @@ def _hear(answer: asyncio.Future[Any]) -> None:
 class Together(CBGenerateManager):
     """Computes answers together, by continuous batching."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limits: Limits) -> None:
+        config = ContinuousBatchingConfig(
+            max_batch_tokens=TOKENS_OF_A_STEP,
+            max_requests_per_batch=limits.connections,
+        )
+        # By default the cache takes nine tenths of the memory, which on a CPU is that of the whole machine.
+        config.num_blocks = math.ceil(limits.batch_tokens / config.page_size)
+        super().__init__(config)
         self.lock = threading.Lock()
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
@@ -273,9 +295,9 @@ class OneModel(ModelManager):
 class State(GenerationState):
     """Has one manager for all requests, since there is one model."""
 
-    def __init__(self, in_batches: bool) -> None:
-        super().__init__(continuous_batching=in_batches)
-        self.manager = Together() if in_batches else OneByOne()
+    def __init__(self, served: Served) -> None:
+        super().__init__(continuous_batching=served.in_batches)
+        self.manager = Together(served.limits) if served.in_batches else OneByOne()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         return self.manager
@@ -371,7 +393,7 @@ class Responses(Within, ResponseHandler):
 
 def make_handlers(served: Served) -> tuple[OneModel, State, dict[str, Any]]:
     """What transformers' server is built of: its models, its state, and a handler for each path."""
-    state = State(served.in_batches)
+    state = State(served)
     models = OneModel(served, state)
     tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, thread_name_prefix="tokeniser")
     handlers = {}

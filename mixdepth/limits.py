@@ -31,6 +31,9 @@ class Limits:
     answer_seconds: float = 300
     """Seconds for which the model computes one answer. A longer one ends with an error."""
 
+    batch_tokens: int = 16384
+    """Tokens that all answers under continuous batching share, prompts included: memory is reserved for so many."""
+
     beams: int = 4
     """Most beams of a beam search (`num_beams` in `generation_config`)."""
 

@@ -1,5 +1,6 @@
 """The server, in a process of its own, asked by the openai package."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,6 +9,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from inspect import signature
+from pathlib import Path
 
 import openai
 import pytest
@@ -15,6 +19,7 @@ from corpora import call, free_port, start
 from tiny import dense
 
 import mixdepth
+from mixdepth.limits import Limits
 from mixdepth.serving import make_app
 from mixdepth.tokens import byte_tokenizer
 
@@ -36,10 +41,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def port():
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server_process(folder, port):
+    return start("serve", str(folder), "--port", str(port), log=folder.parent / "log")
+
+
+@pytest.fixture(scope="module")
+def server(folder, port, server_process):
     """A server on a free port of this machine; it ends with Ctrl-C, and says nothing of it."""
-    port, log = free_port(), folder.parent / "log"
-    process = start("serve", str(folder), "--port", str(port), log=log)
+    process, log = server_process, folder.parent / "log"
     address = f"http://127.0.0.1:{port}"
     for _ in range(600):
         assert process.is_alive(), log.read_text()
@@ -207,6 +221,160 @@ def test_settings_that_leave_no_token_are_refused(temperature, client):
             temperature=temperature,
             extra_body={"generation_config": '{"no_repeat_ngram_size": 1}'},
         )
+
+
+def num_threads(process):
+    return len(list(Path(f"/proc/{process.pid}/task").iterdir()))
+
+
+def test_requests_leave_no_threads_behind(client, server_process):
+    def complete(temperature):
+        with suppress(openai.BadRequestError):
+            client.completions.create(model="small-mod", prompt="x", max_tokens=1, temperature=temperature)
+
+    for _ in range(4):  # both threads that make tokens have begun
+        complete(1)
+    before = num_threads(server_process)
+    for index in range(20):
+        complete(1 if index % 2 else -1)
+    assert num_threads(server_process) == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_when_its_client_leaves(stream, server, client):
+    """Eight answers, of more than a second each, are not waited for."""
+    port = int(server.rpartition(":")[2])
+    body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    for connection in connections:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    time.sleep(0.3)
+    for connection in connections:
+        connection.close()
+    begin = time.monotonic()
+    client.completions.create(model="small-mod", prompt="x", max_tokens=1)
+    assert time.monotonic() - begin < 1
+
+
+async def post(app, request):
+    """Status and body of the answer to one request, sent to an application in this process."""
+    said = asyncio.Queue()
+    said.put_nowait({"type": "http.request", "body": json.dumps(request).encode(), "more_body": False})
+    answer = []
+
+    async def send(message):
+        answer.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await app(scope, said.get, send)
+    return answer[0]["status"], b"".join(message.get("body", b"") for message in answer).decode()
+
+
+def ask(app, *requests):
+    """The answers to these requests, sent at once."""
+
+    async def post_all():
+        return await asyncio.gather(*(post(app, request) for request in requests))
+
+    return asyncio.run(post_all())
+
+
+def end(app):
+    """What Ctrl-C does to the application: its threads end."""
+    said = asyncio.Queue()
+    for name in ("startup", "shutdown"):
+        said.put_nowait({"type": f"lifespan.{name}"})
+
+    async def send(message):
+        assert message["type"].endswith(".complete")
+
+    asyncio.run(app({"type": "lifespan"}, said.get, send))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    model = dense(vocab_size=256, max_position_embeddings=512)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_an_answer_that_takes_too_long_ends_with_an_error(in_batches, plain):
+    app, _ = make_app(str(plain), continuous_batching=in_batches, limits=Limits(answer_seconds=0.3))
+    whole = {"prompt": "x", "max_tokens": 511}
+    [(status, text)] = ask(app, whole)
+    sentence = "the answer took longer than 0.3 seconds: ask for fewer tokens"
+    assert (status, json.loads(text)["error"]["message"]) == (400, sentence)
+    [(status, text)] = ask(app, {**whole, "stream": True})
+    assert status == 200
+    assert text.endswith(f'data: {{"error": "{sentence}"}}\n\n')
+    end(app)
+
+
+def test_a_prompt_has_fewer_tokens_than_the_positions_and_the_limit(plain):
+    app, _ = make_app(str(plain), limits=Limits(prompt_tokens=100))
+    answers = ask(app, *({"prompt": "x" * length, "max_tokens": 1} for length in (100, 101, 10_000)))
+    assert [status for status, _ in answers] == [200, 400, 400]
+    assert "has 101 characters, and this server takes 100 tokens" in answers[1][1]
+    assert "has 10000 characters" in answers[2][1]
+
+
+def test_a_prompt_of_few_letters_and_many_tokens_is_refused(plain):
+    """A letter of four bytes has four tokens here."""
+    app, _ = make_app(str(plain), limits=Limits(prompt_tokens=100))
+    for stream in (False, True):
+        [(status, text)] = ask(app, {"prompt": "🙂" * 30, "stream": stream})
+        assert status == 400
+        assert "the prompt has 120 tokens, and this server takes 100" in text
+
+
+def test_a_plain_model_answers_several_at_once_by_continuous_batching(plain):
+    app, _ = make_app(str(plain), continuous_batching=True)
+    requests = [{"prompt": f"number {number}: ", "max_tokens": 12} for number in range(6)]
+    for status, text in ask(app, *requests, {**requests[0], "stream": True}):
+        assert status == 200
+        assert '"completion_tokens":12' in text
+    [(status, text)] = ask(app, {**requests[0], "temperature": 0.5})
+    assert status == 400
+    assert "no effect under continuous batching" in text
+    end(app)
+
+
+def test_continuous_batching_holds_memory_for_as_many_tokens_as_it_is_told(plain):
+    """By default it would take nine tenths of the machine's memory."""
+    app, _ = make_app(str(plain), continuous_batching=True, limits=Limits(batch_tokens=256))
+    [(status, text)] = ask(app, {"prompt": "x", "max_tokens": 300})
+    assert status == 200
+    assert '"completion_tokens":255' in text
+    answers = ask(app, *[{"prompt": "x" * 100, "max_tokens": 100}] * 3)  # together they are longer
+    assert [status for status, _ in answers] == [200] * 3
+    [(status, text)] = ask(app, {"prompt": "x" * 256})
+    assert status == 400
+    assert "this server takes 255 tokens" in text
+    end(app)
+
+
+def test_the_private_names_of_transformers_server_are_those_we_lean_on():
+    """answering.py changes what these do. If one of them goes or takes something else, it has to be read again."""
+    from transformers.cli.serving import chat_completion, completion, response, utils
+
+    for handler in (chat_completion.ChatCompletionHandler, completion.CompletionHandler, response.ResponseHandler):
+        for name in ("_streaming", "_non_streaming"):
+            first = list(signature(getattr(handler, name)).parameters)[:3]
+            assert first == ["self", "request_id", "model"]
+        assert list(signature(handler._build_generation_config).parameters)[-1] == "use_cb"
+    plain = ["self", "model", "processor", "inputs", "gen_config", "request_id"]
+    for manager in (utils.GenerateManager, utils.CBGenerateManager):
+        assert list(signature(manager.generate_streaming).parameters) == [*plain, "response_parser"]
+        assert list(signature(manager.generate_non_streaming).parameters) == plain
+    assert utils.CBGenerateManager()._cb is None
+    assert utils._StreamError("words").msg == "words"
 
 
 def test_continuous_batching_and_a_taken_port_are_refused(folder):
