@@ -154,6 +154,19 @@ def test_each_expert_chooses_its_share_of_every_row(architecture, num_noop_exper
         assert not load.taken[mask == 0].any()
 
 
+def test_experts_that_choose_serve_a_row_with_padding_behind_it_as_the_row_by_itself():
+    model = routed("mixtral", experts="expert_choice", layers=())
+    block = decoder_layers(model)[0].mlp
+    serve = type(block).serve
+    x = torch.randn(2, 20, 32).double()
+    used = torch.ones(2, 20, dtype=torch.bool)
+    used[0, 14:] = False
+    batch, _ = serve(block, x, used, True)
+    for row in range(2):
+        alone, _ = serve(block, x[row : row + 1, used[row]], None, True)
+        assert (batch[row, used[row]] - alone[0]).abs().max() <= 1e-10
+
+
 def test_experts_of_full_capacity_take_every_token_in_every_mode():
     model = routed("mixtral", experts="expert_choice", layers=(), expert_capacity=1.0)
     for training in (True, False):

@@ -39,5 +39,20 @@ def test_the_rule_is_judged_on_real_tokens_by_whether_it_foresaw_the_choice(caus
     torch.testing.assert_close(loss.value, torch.stack(layers).mean())
 
 
+def test_token_choice_is_held_to_its_capacity_by_its_real_tokens():
+    routes, layers = [], []
+    capacities = [0.5, 0.25]
+    for seed, capacity in enumerate(capacities):
+        route, chosen = make_route(seed)
+        routes.append(route)
+        share = chosen.sum() / 11
+        probability = torch.sigmoid(route.logits[route.real]).mean()
+        balanced = share * probability / capacity + (1 - share) * (1 - probability) / (1 - capacity)
+        layers.append(balanced)
+    (loss,) = routing_losses(routes, capacities, DepthConfig(scheme="token_choice"))
+    assert loss.name == "capacity_loss"
+    torch.testing.assert_close(loss.value, torch.stack(layers).mean())
+
+
 def test_without_a_causal_rule_there_is_nothing_to_learn():
     assert routing_losses([make_route(0)[0]], [0.5], DepthConfig(causal=None)) == []
