@@ -110,7 +110,9 @@ class Turn:
         self.end = time.monotonic() + self.served.limits.answer_seconds
         try:
             self.check()
-            if self.seed is not None:
+            if self.seed is None:
+                torch.seed()  # what an earlier client asked for ends with its answer
+            else:
                 torch.manual_seed(self.seed)
             return self.served.model.generate(
                 **options,

@@ -196,6 +196,14 @@ def test_a_seed_and_a_logit_bias_have_an_effect(client):
     assert answer.choices[0].message.content == "FFFF"
 
 
+def test_a_seed_ends_with_its_answer(client):
+    texts = set()
+    for _ in range(2):
+        client.completions.create(model="small-mod", prompt="x", max_tokens=1, seed=1)
+        texts.add(client.completions.create(model="small-mod", prompt="x", max_tokens=20).choices[0].text)
+    assert len(texts) == 2
+
+
 def test_a_generation_config_changes_the_settings_of_the_model(client, folder):
     expected = mixdepth.generate(
         folder, "def f(", max_new_tokens=30, do_sample=False, no_repeat_ngram_size=1, repetition_penalty=2.0
