@@ -284,6 +284,8 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
                 self._initialize_weights(module)
                 for part in module.modules():
                     part._is_hf_initialized = True  # type: ignore[assignment]
+            elif _is_loaded(module):  # some architectures would write into it all the same, such as Youtu
+                module._is_hf_initialized = True
         super().initialize_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -432,6 +434,12 @@ def _new_object(model_type: str, which: int) -> Any:
     """An empty config (0) or model (1), for copies and pickles: its class is made where it is needed."""
     made: Any = routed_classes(model_type.removeprefix(PREFIX))[which]
     return made.__new__(made)
+
+
+def _is_loaded(module: nn.Module) -> bool:
+    """Whether the module has tensors of its own, and all of them were loaded."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return bool(tensors) and all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
 
 
 def _positions(kwargs: dict[str, Any]) -> Tensor | None:
