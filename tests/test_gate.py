@@ -35,6 +35,8 @@ class Application:
             while scope["path"] == "/endless":
                 await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
                 await asyncio.sleep(0.001)
+            while scope["path"] == "/stuck" and send.__self__.transport.get_write_buffer_size() == 0:
+                await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
         finally:
             if scope["is_over"].is_set():
                 self.has_left.set()
@@ -192,6 +194,19 @@ def test_a_client_that_does_not_take_its_answer_has_left(gate):
         connection.connect(("127.0.0.1", port))
         connection.sendall(head("/endless"))
         assert application.has_left.wait(PATIENCE)
+
+
+def test_the_end_of_an_answer_that_is_not_taken_is_not_kept(gate):
+    """The application has said all, and a few kilobytes of it wait in the server."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", gate[0]))
+        connection.sendall(head("/stuck"))
+        time.sleep(2 * LIMITS.arrival_seconds)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert not answer.endswith(b"0\r\n\r\n")
 
 
 def test_more_connections_than_the_limit_are_answered_with_503(gate):

@@ -19,6 +19,7 @@ from corpora import call, free_port, start
 from tiny import dense
 
 import mixdepth
+from mixdepth.answering import Together
 from mixdepth.limits import Limits
 from mixdepth.serving import make_app
 from mixdepth.tokens import byte_tokenizer
@@ -354,8 +355,13 @@ def test_a_plain_model_answers_several_at_once_by_continuous_batching(plain):
     end(app)
 
 
-def test_continuous_batching_holds_memory_for_as_many_tokens_as_it_is_told(plain):
+def test_continuous_batching_reserves_memory_for_as_many_tokens_as_it_is_told():
     """By default it would take nine tenths of the machine's memory."""
+    config = Together(Limits(batch_tokens=1000))._cb_config
+    assert config.num_blocks * config.page_size == 1024
+
+
+def test_answers_under_continuous_batching_wait_for_room(plain):
     app, _ = make_app(str(plain), continuous_batching=True, limits=Limits(batch_tokens=256))
     [(status, text)] = ask(app, {"prompt": "x", "max_tokens": 300})
     assert status == 200
