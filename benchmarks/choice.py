@@ -28,7 +28,7 @@ from smollm import CONTEXT, DOMAINS, layers_to_route
 from torch import Tensor
 
 import mixdepth
-from mixdepth.data import Windows
+from mixdepth.data.corpus import Windows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text", type=Path, help="the folder of texts")

@@ -159,7 +159,7 @@ def train_if_missing(variant: str, learning_rate: float, seed: int) -> None:
 
 
 def forward_flops(variant: str) -> int:
-    """Of linear maps and of attention, every pair of timesteps counted, as in mixdepth/flops.py."""
+    """Of linear maps and of attention, every pair of timesteps counted, as in mixdepth/models/flops.py."""
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH):  # the counter does not know the CPU's fused kernel
         VARIANTS[variant]().train()(torch.randn(1, WINDOW, 3))

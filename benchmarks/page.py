@@ -20,10 +20,10 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     import mixdepth
+    from mixdepth.data.tokenizers import byte_tokenizer
+    from mixdepth.evaluation.tracing import trace_tokens
+    from mixdepth.models.shape import model_config
     from mixdepth.report.page import write_page
-    from mixdepth.shape import model_config
-    from mixdepth.tokens import byte_tokenizer
-    from mixdepth.trace import trace_tokens
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config(24, 32, context=1024))

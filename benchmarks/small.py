@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mixdepth.shape import model_config
-from mixdepth.sources import stdlib_files
+from mixdepth.data.sources import stdlib_files
+from mixdepth.models.shape import model_config
 
 VOCAB_SIZE = 256  # bytes
 

@@ -135,7 +135,7 @@ def prose() -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    from mixdepth.sources import stdlib_files
+    from mixdepth.data.sources import stdlib_files
 
     domains = {"prose": prose(), "python": [path.read_text() for path in stdlib_files()]}
     limit = sum(map(len, domains["prose"]))  # as much of each
@@ -156,8 +156,8 @@ def prepare(folder: Path) -> None:
 def layers_to_route(text: Path, models: Path, target: str, number: int) -> tuple[int, ...]:
     """The layers that cost least, measured once on the training text."""
     import mixdepth
+    from mixdepth.conversion.importance import cheapest
     from mixdepth.files import read_json, write_json
-    from mixdepth.importance import cheapest
 
     file = RESULTS.with_name(f"smollm-{target}.json")
     if not file.exists():
@@ -212,7 +212,7 @@ def held_out(model: Any, tokenizer_of: Path, text: Path, domain: str) -> Any:
     import numpy as np
 
     import mixdepth
-    from mixdepth.data import Windows
+    from mixdepth.data.corpus import Windows
 
     corpus = mixdepth.load_corpus(str(text / domain), str(tokenizer_of))
     tokens = np.concatenate([corpus.train.tokens, corpus.validation.tokens])
@@ -276,7 +276,7 @@ def append(line: dict[str, Any]) -> None:
 
 def table() -> None:
     """The losses, against the original and against the original tuned alike, and the speeds."""
-    from mixdepth.evaluation import interval
+    from mixdepth.evaluation.held_out import interval
 
     losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
     speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}
@@ -317,7 +317,7 @@ def table() -> None:
 def plot(folder: Path) -> None:
     """Loss, the mean of both texts, against tokens/s, at batches of 1 and 8."""
     from mixdepth.report.figures import save
-    from mixdepth.report.speed import Row, draw_speed
+    from mixdepth.report.tradeoff import Row, draw_speed
 
     losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
     speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}

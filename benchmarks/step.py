@@ -24,7 +24,7 @@ def main(repeats: int, batch_size: int) -> None:
 
     import mixdepth
     from mixdepth.bench import Spread, interleave
-    from mixdepth.flops import count_flops
+    from mixdepth.models.flops import count_flops
 
     torch.manual_seed(0)
     models = {"dense": byte_llama(WIDTH, NUM_LAYERS, LENGTH).train()}

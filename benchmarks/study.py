@@ -57,7 +57,7 @@ def stepper(cell: Any) -> Any:
     import torch
 
     import mixdepth
-    from mixdepth.training import make_model
+    from mixdepth.models.fresh import make_model
 
     config = mixdepth.TrainConfig.from_dict(cell.settings)
     model = make_model(config, VOCABULARY).train()
@@ -81,7 +81,7 @@ def compare(folder: Path, repeats: int) -> None:
     import mixdepth
     from mixdepth.bench import Spread, decode_in_turns, interleave
     from mixdepth.isoflop import Study
-    from mixdepth.training import corpus_of
+    from mixdepth.runs.run import corpus_of
 
     torch.set_num_threads(1)
     print(describe())

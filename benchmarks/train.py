@@ -46,8 +46,8 @@ def bare(kind: str, shape: str) -> float:
     import torch
 
     import mixdepth
-    from mixdepth.data import load_corpus
-    from mixdepth.training import make_model
+    from mixdepth.data.corpus import load_corpus
+    from mixdepth.models.fresh import make_model
 
     config = mixdepth.TrainConfig(**settings(kind, shape))
     model = make_model(config, 256).train()

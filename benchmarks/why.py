@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import mixdepth
-from mixdepth.hf import RoutedCausalLM
 from mixdepth.hf.layer import RoutedLayer
+from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.router import Router
-from mixdepth.routing import Route
-from mixdepth.training import corpus_of
+from mixdepth.routes import Route
+from mixdepth.runs.run import corpus_of
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 RUNS = Path("runs/why")

@@ -6,7 +6,8 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mixdepth.hf.architectures import EXPERTS, HALVES, REFUSED, SUPPORTED, decoder_layers
+from mixdepth.hf.architectures import EXPERTS, HALVES, REFUSED, decoder_layers
+from mixdepth.hf.names import SUPPORTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

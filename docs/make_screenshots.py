@@ -16,7 +16,7 @@ PICTURES = Path(__file__).parent / "pictures"
 def main(demo: Path) -> None:
     from playwright.sync_api import sync_playwright
 
-    from mixdepth.demo import traced
+    from mixdepth.demo.steps import traced
 
     trace = traced(mixdepth.Run(demo / "routed"))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixdepth.block import Routed
 from mixdepth.config import DepthConfig, check_capacity, check_integer, is_number
-from mixdepth.routed import Routed
 
 
 class MixtureOfDepths(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mixdepth.config import DepthConfig
 from mixdepth.router import Chooser, check_not_recorded
-from mixdepth.routing import first_k, slots, top_k
+from mixdepth.routes import first_k, slots, top_k
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """(B * T, D) -> logits (B * T, A), and of each token's best experts the weights and indices (B * T, S)."""

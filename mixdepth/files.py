@@ -4,10 +4,15 @@ import errno
 import json
 import math
 import os
-import sys
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
+
+from filelock import Timeout
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 RESTORE = "restore it, or begin anew in another folder"
 
@@ -20,14 +25,6 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, as_json(value))
 
 
-def tell_numbers(text: str, numbers: Any, file: str | None) -> None:
-    """Print a text, and write its numbers to a file too; to the file `-` they are printed instead."""
-    numbers = without_nan(numbers)
-    print(as_json(numbers) if file == "-" else text, end="" if file == "-" else "\n")
-    if file not in (None, "-"):
-        write_json(file, numbers)
-
-
 def without_nan(value: Any) -> Any:
     """The same value with None in place of NaN and infinity, which JSON does not know."""
     if isinstance(value, dict):
@@ -35,12 +32,6 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_file(file: str | None) -> None:
-    """Refuse a file for numbers that could not be written, before they are worked out."""
-    if file not in (None, "-") and not Path(file).parent.is_dir():
-        raise ValueError(f"{file!r} cannot be written: there is no folder {str(Path(file).parent)!r}")
 
 
 def check_name(path: str | Path) -> None:
@@ -101,5 +92,40 @@ def check_keys(value: Any, keys: Sequence[str], path: Path, way_out: str = RESTO
         raise ValueError(f"{str(path)!r} is damaged (it has no {missing[0]!r}): {way_out}")
 
 
-def tell(sentence: str) -> None:
-    print(f"mixdepth: {sentence}", file=sys.stderr, flush=True)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where room is lacking."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in writing, in one sentence: each library has its own kind of error for a full disk."""
+    try:
+        yield
+    except Timeout:  # an OSError too
+        raise
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        reason = _reason(error)
+        way_out = "choose another folder"
+        if _is_full(error):
+            way_out = "make room or choose another folder, and the same command goes on from there"
+        raise OSError(
+            f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: {way_out}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why something could not be written, without the class and the number of the error."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "the name is too long"
+    said = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    said = re.sub(r"^(\w+\.)*\w+(Error|Exception): ", "", said)
+    return re.sub(r"\[Errno \d+\] ", "", said)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether room is lacking. Libraries that write for us may say so in words alone."""
+    number = getattr(error, "errno", None)
+    words = [os.strerror(code) for code in FULL]
+    return number in FULL if number is not None else any(word in str(error) for word in words)

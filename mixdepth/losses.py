@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixdepth.config import DepthConfig
-from mixdepth.routing import Route
+from mixdepth.routes import Route
 
 
 class RoutingLoss(NamedTuple):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mixdepth import isoflop
 from mixdepth.cli import main
+from mixdepth.data.sources import stdlib_files
 from mixdepth.isoflop import Study
-from mixdepth.sources import stdlib_files
 
 TINY = {
     "layers": 2,

@@ -29,8 +29,8 @@ from tiny import dense
 
 import mixdepth
 from mixdepth.bench import describe_machine
-from mixdepth.limits import Limits
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.sampling.server_limits import Limits
 
 FIGURES = Path(__file__).parents[1] / "benchmarks" / "serving.json"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"

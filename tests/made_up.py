@@ -7,7 +7,7 @@ import numpy as np
 
 from mixdepth import DepthConfig, TrainConfig
 from mixdepth.isoflop import Cell, Hypothesis, Study
-from mixdepth.isoflop.plan import ladder
+from mixdepth.isoflop.ladder import ladder
 
 SIZES = {"1x16": 1e5, "2x16": 2e5, "3x16": 4e5, "4x16": 8e5}
 

@@ -18,7 +18,7 @@ from mixdepth.experts import ExpertLoad
 from mixdepth.hf.layer import DepthContext, HalvesLayer, RoutedExperts, RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.router import Router
-from mixdepth.routing import Route, gaussian
+from mixdepth.routes import Route, gaussian
 
 
 def oracle(model: RoutedCausalLM) -> RoutedCausalLM:

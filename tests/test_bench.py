@@ -15,13 +15,13 @@ from transformers import DynamicCache
 
 import mixdepth
 from mixdepth.bench import Spread, decode_in_turns, decode_work, fresh_pair, prefill_work, step_work, tokens_taken
-from mixdepth.bench.limits import keys_in_reach, share_taken
+from mixdepth.bench.bounds import keys_in_reach, share_taken
 from mixdepth.bench.measure import ANCESTRAL
 from mixdepth.bench.pair import shared_copy
 from mixdepth.bench.timing import CacheSize, take_turns
 from mixdepth.cli import main
 from mixdepth.files import as_json
-from mixdepth.router import choosers
+from mixdepth.modes import choosers
 
 SMALL = {"batch_sizes": (1, 2), "prompts": (4, 9), "new_tokens": 5, "repeats": 1}
 SMALL |= {"train_batch_size": 2, "train_context": 12}

@@ -9,8 +9,8 @@ from corpora import TINY, call, documents, write_folder
 
 import mixdepth
 from mixdepth.cli import main
-from mixdepth.data import load_corpus
-from mixdepth.evaluation import interval
+from mixdepth.data.corpus import load_corpus
+from mixdepth.evaluation.held_out import interval
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixdepth import DepthConfig
-from mixdepth.routing import slots
+from mixdepth.routes import slots
 
 
 @pytest.mark.parametrize("capacity", [0, -0.1, 1.5, math.nan, math.inf, "half", True, (0.5, 2.0), ("half",)])

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mixdepth
 from mixdepth.cli import main
-from mixdepth.conversion import Conversion
-from mixdepth.importance import cheapest
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.conversion.converting import Conversion
+from mixdepth.conversion.importance import cheapest
+from mixdepth.data.tokenizers import byte_tokenizer
 
 UNIT = mixdepth.DepthConfig(capacity=0.5, gate="unit", router_input="normed")
 
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_nothing_behind(pretrained, tmp_path):
 
 def test_measuring_leaves_the_model_as_it_was_even_if_interrupted(monkeypatch):
     model = dense()
-    monkeypatch.setattr("mixdepth.importance._loss", interrupt_in_routed)
+    monkeypatch.setattr("mixdepth.conversion.importance._loss", interrupt_in_routed)
     with pytest.raises(KeyboardInterrupt):
         mixdepth.layer_costs(model, [token_ids()])
     assert type(model).__name__ == "LlamaForCausalLM"

@@ -14,8 +14,8 @@ from tiny import dense, routed
 
 import mixdepth
 from mixdepth import DepthConfig
-from mixdepth.hf.finite import check_finite
-from mixdepth.run import Run
+from mixdepth.models.finite import check_finite
+from mixdepth.runs.run import Run
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 TO_GENERATE = ("--max-new-tokens", "2", "--greedy")
@@ -228,7 +228,7 @@ def test_damaged_digests_are_a_note(content, copy):
 
 
 def test_a_server_says_that_its_model_was_changed(copy, capsys):
-    from mixdepth.serving import make_app
+    from mixdepth.sampling.server import make_app
 
     flip(copy / "model.safetensors")
     make_app(str(copy))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from corpora import documents, write_folder
 
-from mixdepth.data import load_corpus
-from mixdepth.sources import python_files, stdlib_files
-from mixdepth.tokens import byte_tokenizer, train_bpe
+from mixdepth.data.corpus import load_corpus
+from mixdepth.data.sources import python_files, stdlib_files
+from mixdepth.data.tokenizers import byte_tokenizer, train_bpe
 
 TEXTS = documents()
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixdepth
 from mixdepth.hf.architectures import HALVES, decoder_layers
-from mixdepth.routing import slots
+from mixdepth.routes import slots
 
 REFUSED = {
     *("afmoe", "aria_text", "diffllama", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"),

@@ -7,7 +7,7 @@ from tiny import NUM_LAYERS, decisions, dense, routed, token_ids
 from transformers import DynamicCache, StaticCache, pipeline
 
 import mixdepth
-from mixdepth.hf import RoutedCacheLayer
+from mixdepth.hf.cache import RoutedCacheLayer
 from mixdepth.hf.layer import RoutedLayer
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -8,7 +8,7 @@ from corpora import TINY, call, documents, write_folder
 
 import mixdepth
 from mixdepth.cli import main
-from mixdepth.generation import COLOURS, paint
+from mixdepth.sampling.generation import COLOURS, paint
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_what_cannot_be_generated_is_answered_in_a_sentence(arguments, message, 
 def test_a_dense_model_has_no_routes_to_show(tmp_path):
     from tiny import dense
 
-    from mixdepth.tokens import byte_tokenizer
+    from mixdepth.data.tokenizers import byte_tokenizer
 
     with pytest.raises(ValueError, match="LlamaForCausalLM has no routed layers: there are no routes to show"):
         mixdepth.generate(dense(), "x", tokenizer=byte_tokenizer(), show_routes=True)

@@ -18,7 +18,7 @@ import mixdepth
 from mixdepth.hf.architectures import EXPERTS, HALVES
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.routing import Route, WholeRoute, slots
+from mixdepth.routes import Route, WholeRoute, slots
 
 VARIANTS = {
     "default": {},

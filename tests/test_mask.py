@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixdepth.hf.mask import real_tokens, routed_mask
-from mixdepth.routing import Route
+from mixdepth.routes import Route
 
 
 @st.composite

@@ -17,7 +17,7 @@ script, outcomes = sys.argv[1:]
 sys.path.insert(0, script.removesuffix("/mutants.py"))
 import bugs
 
-common = {"file": "routing.py", "test": "test_routing.py::test_the_realised_capacity_counts_real_tokens_only"}
+common = {"file": "routes.py", "test": "test_routing.py::test_the_realised_capacity_counts_real_tokens_only"}
 bugs.BUGS[:] = [
     bugs.Bug(what="Padding counts.", find="self.real.sum().clamp(min=1)", replace="self.real.numel()", **common),
     bugs.Bug(what="No bug at all.", find="self.real.sum().clamp(min=1)", replace="self.real.sum().clamp(1)", **common),
@@ -48,7 +48,7 @@ def test_a_bug_that_no_longer_fits_and_a_test_that_is_gone_are_named():
 @pytest.mark.slow
 def test_a_run_tells_a_killed_bug_from_a_survivor_and_goes_on_where_it_was(tmp_path):
     folder = copy_to(ROOT, tmp_path / "copy")  # which nobody else changes between the two runs
-    source = (folder / "mixdepth" / "routing.py").read_text()
+    source = (folder / "mixdepth" / "routes.py").read_text()
     for known in (0, 2):
         arguments = [str(folder / "tests" / "mutants.py"), str(tmp_path / "outcomes.jsonl")]
         ran = subprocess.run([sys.executable, "-c", TWO_BUGS, *arguments], capture_output=True, text=True)
@@ -58,4 +58,4 @@ def test_a_run_tells_a_killed_bug_from_a_survivor_and_goes_on_where_it_was(tmp_p
         assert "survived: Padding counts." not in ran.stdout
         assert "1 of 2 bugs were killed" in ran.stdout
         assert len((tmp_path / "outcomes.jsonl").read_text().splitlines()) == 2
-    assert (folder / "mixdepth" / "routing.py").read_text() == source
+    assert (folder / "mixdepth" / "routes.py").read_text() == source

@@ -10,9 +10,9 @@ from tiny import dense
 
 import mixdepth
 from mixdepth.cli import main
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.evaluation.tracing import trace_tokens
 from mixdepth.report.page import document, routing_section, write_page
-from mixdepth.tokens import byte_tokenizer
-from mixdepth.trace import trace_tokens
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -10,11 +10,11 @@ import pytest
 from corpora import documents, plan, write_folder
 
 from mixdepth import DepthConfig, TrainConfig, count_flops
+from mixdepth.data.tokenizers import train_bpe
 from mixdepth.isoflop import Study
-from mixdepth.isoflop.plan import ladder, shapes_near
+from mixdepth.isoflop.ladder import ladder, shapes_near
 from mixdepth.isoflop.variants import parse_variant
-from mixdepth.tokens import train_bpe
-from mixdepth.training import make_model
+from mixdepth.models.fresh import make_model
 
 
 def test_variants_are_named_by_what_they_set():
@@ -92,7 +92,7 @@ def test_every_cell_spends_its_budget_at_a_size_near_its_rung(tmp_path, corpus):
 
 
 def test_the_time_of_a_cell_counts_its_evaluation(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(sys.modules["mixdepth.isoflop.plan"], "seconds_per_step", lambda *_: 3.0)
+    monkeypatch.setattr(sys.modules["mixdepth.isoflop.planning"], "seconds_per_step", lambda *_: 3.0)
     dense, mod = plan(tmp_path / "study", corpus).cells
     windows = 8 + 8  # of both held-out texts, by batches of 4 with three passes a step
     assert dense.seconds == pytest.approx(3 * dense.steps + windows / 4)

@@ -15,11 +15,11 @@ from matplotlib.image import imread
 import mixdepth
 from mixdepth.cli import main
 from mixdepth.report import plots
-from mixdepth.report.curves import draw_curves
 from mixdepth.report.figures import COLOURS, INK, RAMP
 from mixdepth.report.logs import Evaluation, read_logs, smooth
-from mixdepth.report.profile import STATISTICS, draw_profile
-from mixdepth.report.speed import as_rows, draw_speed
+from mixdepth.report.routing_of_layers import STATISTICS, draw_profile
+from mixdepth.report.tradeoff import as_rows, draw_speed
+from mixdepth.report.training_curves import draw_curves
 
 ROWS = [
     {"name": "original", "loss": 3.1, "tokens_per_second": 10.0, "low": 9.5, "high": 10.5, "group": "dense"},

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import mixdepth
+from mixdepth.data.tokenizers import byte_tokenizer
 from mixdepth.router import RouterLinear
-from mixdepth.tokens import byte_tokenizer
 
 BITS = {
     "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),

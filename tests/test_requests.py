@@ -7,8 +7,8 @@ import pytest
 from corpora import call
 
 from mixdepth.cli import main
-from mixdepth.limits import Limits, error_body, one_line, shown
-from mixdepth.requests import Template, understand
+from mixdepth.sampling.requests import Template, understand
+from mixdepth.sampling.server_limits import Limits, error_body, one_line, shown
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PLAIN = {

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import mixdepth
 from mixdepth.cli import main
-from mixdepth.data import load_corpus
-from mixdepth.run import Run
+from mixdepth.data.corpus import load_corpus
+from mixdepth.runs.run import Run
 
 
 def weights(run):
@@ -248,7 +248,7 @@ def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(c
     codes, said = call_in_two(*arguments, log=tmp_path / "first.log")
     assert codes == [2, 2]
     assert said.count("batch_size=5 cannot be shared by 2 processes: make it a multiple") == 1
-    assert "mixdepth/training.py" not in said
+    assert "mixdepth/training/job.py" not in said
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()

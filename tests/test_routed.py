@@ -113,7 +113,7 @@ def test_the_routing_loss_of_a_plain_loop_teaches_the_causal_rule_to_foresee_the
         optimizer.step()
     assert loss < 0.4  # 0.56 is the entropy of a quarter
     routed.eval()(x)
-    agreement = (routed.route.mask == mixdepth.routing.top_k(routed.route.logits, torch.full((8,), 8))).double().mean()
+    agreement = (routed.route.mask == mixdepth.routes.top_k(routed.route.logits, torch.full((8,), 8))).double().mean()
     assert agreement > 0.9
 
 
@@ -200,7 +200,7 @@ def test_the_core_does_without_transformers():
     code = """
 import sys, types
 package = types.ModuleType("mixdepth"); package.__path__ = [sys.argv[1]]; sys.modules["mixdepth"] = package
-import mixdepth.encoder, mixdepth.routed
+import mixdepth.encoder, mixdepth.block
 assert not any(name.split(".")[0] == "transformers" for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, mixdepth.__path__[0]], check=True)

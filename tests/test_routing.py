@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixdepth.routing import Route, edge, top_k
+from mixdepth.routes import Route, edge, top_k
 
 
 @st.composite

@@ -14,9 +14,10 @@ from corpora import call, plan, start
 from filelock import FileLock
 
 from mixdepth import DepthConfig, TrainConfig, isoflop, train
-from mixdepth.isoflop import Study, runner
-from mixdepth.isoflop.runner import _local, _reason
-from mixdepth.run import Run
+from mixdepth.isoflop import Study
+from mixdepth.isoflop import launching as runner
+from mixdepth.isoflop.launching import _local, _reason
+from mixdepth.runs.run import Run
 
 
 def processes_of(folder):

@@ -13,7 +13,7 @@ import mixdepth
 from mixdepth import DepthConfig, Route, Routed, Router
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.losses import capacity_loss
-from mixdepth.routing import gaussian, slots
+from mixdepth.routes import gaussian, slots
 
 EARLY_EXIT = {"scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)}
 

@@ -5,7 +5,7 @@ import torch
 from corpora import TINY
 
 import mixdepth
-from mixdepth.trainer import DepthTrainer
+from mixdepth.training.trainer import DepthTrainer
 
 
 @pytest.fixture

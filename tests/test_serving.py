@@ -19,10 +19,10 @@ from corpora import call, free_port, start
 from tiny import dense
 
 import mixdepth
-from mixdepth.answering import Together
-from mixdepth.limits import Limits
-from mixdepth.serving import make_app
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.sampling.answering import Together
+from mixdepth.sampling.server import make_app
+from mixdepth.sampling.server_limits import Limits
 
 STATIC = {"model": "small-mod", "prompt": "x", "generation_config": '{"cache_implementation": "static"}'}
 WARM = {"stream": True, "temperature": -1}
@@ -375,7 +375,7 @@ def test_answers_under_continuous_batching_wait_for_room(plain):
 
 
 def test_the_private_names_of_transformers_server_are_those_we_lean_on():
-    """answering.py changes what these do. If one of them goes or takes something else, it has to be read again."""
+    """sampling/answering.py changes what these do. If one of them goes, read it again."""
     from transformers.cli.serving import chat_completion, completion, response, utils
 
     for handler in (chat_completion.ChatCompletionHandler, completion.CompletionHandler, response.ResponseHandler):

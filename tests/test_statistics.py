@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import VOCAB, routed, token_ids
 
-from mixdepth.statistics import describe, routing_counts
+from mixdepth.training.routing_statistics import describe, routing_counts
 
 
 @pytest.mark.parametrize("causal", ["predictor", "aux_loss"])

@@ -11,7 +11,7 @@ from made_up import claim, write_study
 
 from mixdepth import isoflop
 from mixdepth.isoflop import Cell, Hypothesis, Study, forms
-from mixdepth.isoflop.fit import Fit
+from mixdepth.isoflop.fitting import Fit
 
 CURVES = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
 

@@ -8,8 +8,8 @@ from tiny import dense
 
 import mixdepth
 from mixdepth.cli import main
-from mixdepth.tasks import evaluate_tasks, table
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.evaluation.tasks import evaluate_tasks, table
 
 CHOICE = """
 task: which_end

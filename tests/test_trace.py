@@ -11,9 +11,9 @@ from test_laws import VARIANTS
 from tiny import dense, routed, token_ids
 
 import mixdepth
-from mixdepth.evaluation import evaluate
-from mixdepth.tokens import byte_tokenizer
-from mixdepth.trace import MAX_TOKENS, _types, rank_correlation, trace_tokens
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.evaluation.held_out import evaluate
+from mixdepth.evaluation.tracing import MAX_TOKENS, _types, rank_correlation, trace_tokens
 
 BYTES = byte_tokenizer()
 

@@ -9,11 +9,11 @@ import torch
 from corpora import TINY, documents, flags, lines, refusal, write_folder
 
 import mixdepth
-from mixdepth.data import load_corpus
-from mixdepth.run import Run
-from mixdepth.schedule import plan
-from mixdepth.trainer import DepthTrainer
-from mixdepth.training import default_learning_rate, make_model, with_shape
+from mixdepth.data.corpus import load_corpus
+from mixdepth.models.fresh import make_model, with_shape
+from mixdepth.runs.run import Run
+from mixdepth.training.schedule import default_learning_rate, plan
+from mixdepth.training.trainer import DepthTrainer
 
 
 def test_a_run_tells_all_that_happened(finished, corpus):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 import mixdepth
+from mixdepth.data.tokenizers import byte_tokenizer
 from mixdepth.losses import divergence
-from mixdepth.router import choosers
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.modes import choosers
 
 TUNING = {"context": 32, "batch_size": 4, "log_every": 1, "eval_windows": 8, "save_every": 1000}
 

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mixdepth
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.router import choosers
+from mixdepth.modes import choosers
 
 VOCAB = 61
 NUM_LAYERS = 4

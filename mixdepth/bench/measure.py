@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mixdepth.bench.limits import Work, decode_work, last_logits, prefill_work, share_taken, step_work, tokens_taken
+from mixdepth.bench.bounds import Work, decode_work, last_logits, prefill_work, share_taken, step_work, tokens_taken
 from mixdepth.bench.speeds import Cache, Machine, Speed, Speeds
-from mixdepth.bench.timing import Spread, decode_in_turns, describe_machine, interleave, memory_bandwidth
+from mixdepth.bench.timing import Spread, decode_in_turns, interleave, memory_bandwidth
 from mixdepth.config import check_integer
-from mixdepth.evaluation import evaluating
-from mixdepth.hf import RoutedCausalLM, unwrapped
-from mixdepth.loading import positions
+from mixdepth.evaluation.held_out import evaluating
+from mixdepth.hf.model import RoutedCausalLM, unwrapped
+from mixdepth.machine import describe_machine, matmul_peak
+from mixdepth.models.loading import positions
 from mixdepth.router import Chooser
-from mixdepth.training import matmul_peak
 
 SHORT, LONG, TRAINED = 16, 1000, 512
 """Tokens in the usual prompts and training windows, if the model takes as many."""

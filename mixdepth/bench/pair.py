@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mixdepth.config import DepthConfig
-from mixdepth.data import Corpus, load_corpus
-from mixdepth.evaluation import has_thresholds, set_thresholds
-from mixdepth.hf import RoutedCausalLM, route, unroute
-from mixdepth.loading import Loaded, load, positions, tokenizer_of
-from mixdepth.settings import CONVERT_DEFAULTS
-from mixdepth.shape import model_config
-from mixdepth.training import text_of
+from mixdepth.data.corpus import Corpus, load_corpus
+from mixdepth.evaluation.calibration import has_thresholds, set_thresholds
+from mixdepth.hf.install import route, unroute
+from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.models.loading import Loaded, load, positions
+from mixdepth.models.shape import model_config
+from mixdepth.runs.run import text_of, tokenizer_of
+from mixdepth.runs.settings import CONVERT_DEFAULTS
 
 CALIBRATED_ON, LENGTH = 4, 512
 """Windows by which new routers are set to their capacity, and the tokens in each."""

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from mixdepth.bench.limits import Work
+from mixdepth.bench.bounds import Work
 from mixdepth.bench.timing import Spread
-from mixdepth.table import columns
+from mixdepth.text import columns
 
 
 class Machine(NamedTuple):

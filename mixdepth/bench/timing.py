@@ -3,19 +3,16 @@
 Shapes: B batch, T tokens, H heads, S stored tokens.
 """
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mixdepth.hf import RoutedCacheLayer
+from mixdepth.hf.cache import RoutedCacheLayer
 
 Result = TypeVar("Result")
 MEMORY_BYTES = 2**28
@@ -176,17 +173,3 @@ def memory_bandwidth(device: torch.device, repeats: int = 5) -> float:
     vector = matrix[0]
     seconds = interleave({"read": lambda: matrix @ vector}, repeats)["read"]
     return matrix.nbytes / min(seconds)
-
-
-def describe_machine(device: torch.device | None = None) -> str:
-    """The machine in a line: the accelerator, or processor, threads and what of it is used."""
-    if device is not None and device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    if device is not None and device.type != "cpu":
-        return f"{device.type}, torch {torch.__version__}"
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    cpu = f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
-    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all instructions")
-    return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, oneDNN: {isa}"

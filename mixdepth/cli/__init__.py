@@ -5,11 +5,14 @@ show and measure; `flags` makes flags of settings.
 """
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from mixdepth.cli import models, show, study
+from mixdepth.cli import model_verbs as models
+from mixdepth.cli import show_verbs as show
+from mixdepth.cli import study_verbs as study
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
-        from mixdepth import __version__
+        from mixdepth.version import __version__
 
         print(f"mixdepth {__version__}")
         return 0
@@ -36,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     run = options.pop("run")
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
+        logging.ERROR
+    )  # its advice is not for this command's user
     from transformers.utils.logging import disable_progress_bar
 
     from mixdepth.files import explained

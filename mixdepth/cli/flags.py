@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
-from mixdepth.settings import parse_value
+from mixdepth.text import parse_value
 
 ROUTING_FLAGS = {"layers": "--routed-layers", "seed": "--routing-seed"}
 """Routing settings whose flags have other names: `--layers` is how many there are, `--seed` is the run's."""

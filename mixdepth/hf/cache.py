@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from mixdepth.hf.mask import routed_mask
-from mixdepth.routing import Route
+from mixdepth.routes import Route
 
 
 class RoutedCacheLayer(CacheLayerMixin):

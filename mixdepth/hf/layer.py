@@ -14,8 +14,9 @@ from mixdepth.config import GateOn, Target
 from mixdepth.experts import ExpertLoad, ExpertRouter
 from mixdepth.hf.cache import CacheWrite, RoutedCacheLayer, routed_cache_layer
 from mixdepth.hf.mask import real_tokens, routed_mask
-from mixdepth.router import Router, active, check_not_recorded
-from mixdepth.routing import Route, slots
+from mixdepth.modes import active
+from mixdepth.router import Router, check_not_recorded
+from mixdepth.routes import Route, slots
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 TOKENWISE = ("position_ids", "position_embeddings")

@@ -7,7 +7,7 @@ C columns that end with the last query's own. Shapes: R rows, K slots, S keys.
 import torch
 from torch import Tensor
 
-from mixdepth.routing import Route
+from mixdepth.routes import Route
 
 FORBIDDEN = -1e3
 """An additive mask below this leaves no weight; some write -1e4 for minus infinity."""

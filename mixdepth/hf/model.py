@@ -6,8 +6,6 @@ type of its own, `mixdepth_<type>`, so that a routed folder never loads as a den
 
 import functools
 import inspect
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,44 +14,25 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GenerationMixin,
     PreTrainedModel,
     initialization,
 )
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.experts import ExpertLoad, ExpertRouter, balance_loss
-from mixdepth.hf.architectures import RUN_ALL_LAYERS, SUPPORTED, check_settings, decoder_layers, expert_block
+from mixdepth.hf.architectures import RUN_ALL_LAYERS, check_settings, decoder_layers, expert_block
 from mixdepth.hf.cache import unsupported_cache
 from mixdepth.hf.layer import DepthContext, RoutedExperts, RoutedLayer
-from mixdepth.hf.routing import KEPT, ROUTER_NAME, route_layers
+from mixdepth.hf.names import PREFIX, ROUTER_NAME
+from mixdepth.hf.placing import route_layers
 from mixdepth.losses import RoutingLoss, routing_losses
-from mixdepth.router import Chooser, Router, active
-from mixdepth.routing import Route
-
-PREFIX = "mixdepth_"
-GUARD = "for_dense_classes"
-"""An entry of config.json that keeps a routed folder from being loaded as a dense model.
-
-A dense class that is asked for by name finds another model type than its own in the file, looks for an entry that has
-its own, and takes this one. `use_cache` in it is a sentence, which the class refuses and quotes. All other readers take
-the file's own entries, which are of the usual kinds.
-"""
-GUARD_SENTENCE = "routed: import mixdepth and load with AutoModelForCausalLM"
-OLD_USE_CACHE = "routed_use_cache"
-"""In files of earlier versions the sentence stood for `use_cache` itself, and the value under this name."""
+from mixdepth.modes import active
+from mixdepth.router import Chooser, Router
+from mixdepth.routes import Route
 
 logger = logging.get_logger(__name__)
 
@@ -84,33 +63,6 @@ class RoutedCausalLMOutput(MoeCausalLMOutputWithPast):
 
 
 OUTPUT_NAMES = tuple(field.name for field in fields(RoutedCausalLMOutput))
-
-
-class RoutedConfig:
-    """Mixin before a config class of transformers."""
-
-    model_type: str
-    depth: dict[str, Any] | None
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        settings = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        settings[GUARD] = {"model_type": self.model_type.removeprefix(PREFIX), "use_cache": GUARD_SENTENCE}
-        return json.dumps(settings, indent=2, sort_keys=True) + "\n"
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        settings = dict(config_dict)
-        settings.pop(GUARD, None)
-        if OLD_USE_CACHE in settings:
-            settings["use_cache"] = settings.pop(OLD_USE_CACHE)
-        return super().from_dict(settings, **kwargs)  # type: ignore[misc]
-
-    @classmethod
-    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
-        return cls.from_dict(cls._dict_from_json_file(json_file))  # type: ignore[attr-defined]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_object, (self.model_type, 0), self.__dict__
 
 
 class RoutedCausalLM(PreTrainedModel, GenerationMixin):
@@ -352,89 +304,6 @@ class RoutedCausalLM(PreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         raise unsupported_cache("continuous batching")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_object, (self.config.model_type, 1), self.__dict__
-
-
-OTHER_AUTO_CLASSES = (
-    AutoModel,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
-
-class OtherModel:
-    """Stands for routed model types in `OTHER_AUTO_CLASSES`, and refuses to be made."""
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        raise cls._refusal()
-
-    @classmethod
-    def _from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        raise cls._refusal()
-
-    @staticmethod
-    def _refusal() -> ValueError:
-        return ValueError(
-            "a routed model is a causal language model: load it with AutoModelForCausalLM, and take its base_model "
-            "for hidden states without a head"
-        )
-
-
-@functools.cache
-def routed_classes(model_type: str) -> tuple[type[Any], type[Any]]:
-    """The config and model classes of `mixdepth_<model_type>`, made known to transformers."""
-    config_base = CONFIG_MAPPING[model_type]
-    model_base = MODEL_FOR_CAUSAL_LM_MAPPING[config_base]
-    ours = [name for name in OUTPUT_NAMES if name not in ("loss", "logits")]
-    config_class = type(
-        f"Mixdepth{config_base.__name__}",
-        (RoutedConfig, config_base),
-        {
-            "__module__": __name__,
-            "__annotations__": {"depth": dict[str, Any] | None},
-            "model_type": PREFIX + model_type,
-            "depth": None,
-            "keys_to_ignore_at_inference": [*getattr(config_base, "keys_to_ignore_at_inference", ()), *ours],
-        },
-    )
-    prepare_inputs = model_base.prepare_inputs_for_generation
-    model_class = type(
-        # transformers picks the loss by the class name, which must say ForCausalLM
-        f"Mixdepth{model_base.__name__.replace('LMHeadModel', 'ForCausalLM')}",
-        (RoutedCausalLM, model_base),
-        {
-            "__module__": __name__,
-            "config_class": config_class,
-            "forward": _like(model_base.forward, RoutedCausalLM.routed_forward, output_routes=False),
-            "prepare_inputs_for_generation": _like(prepare_inputs, RoutedCausalLM.routed_inputs),
-            # transformers reads these off the source of a class's module, and ours has no experts in it
-            "_can_set_experts_implementation": model_base._can_set_experts_implementation,
-            "_can_set_attn_implementation": model_base._can_set_attn_implementation,
-            "argument_names": tuple(inspect.signature(model_base.forward).parameters)[1:],
-            "_keep_in_fp32_modules": {*(model_base._keep_in_fp32_modules or ()), KEPT},
-            "_keep_in_fp32_modules_strict": {*(model_base._keep_in_fp32_modules_strict or ()), ROUTER_NAME},
-        },
-    )
-    AutoConfig.register(PREFIX + model_type, config_class, exist_ok=True)
-    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
-    for auto_class in OTHER_AUTO_CLASSES:
-        auto_class.register(config_class, OtherModel, exist_ok=True)
-    # Key names in checkpoints stay those of the dense model, where they differ from its module names.
-    for theirs, name in ((model_type, PREFIX + model_type), (model_base.__name__, model_class.__name__)):
-        mapping = get_checkpoint_conversion_mapping(theirs)
-        if mapping is not None:
-            register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
-    return config_class, model_class
-
-
-def _new_object(model_type: str, which: int) -> Any:
-    """An empty config (0) or model (1), for copies and pickles: its class is made where it is needed."""
-    made: Any = routed_classes(model_type.removeprefix(PREFIX))[which]
-    return made.__new__(made)
-
 
 def _is_loaded(module: nn.Module) -> bool:
     """Whether the module has tensors of its own, and all of them were loaded."""
@@ -486,15 +355,7 @@ def _like(original: Callable[..., Any], function: Callable[..., Any], **extra: A
     return wrapper
 
 
-class LazyRoutedConfig(PreTrainedConfig):
-    """Stands for `mixdepth_<type>` in AutoConfig until a checkpoint asks for the classes."""
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        config_class, _ = routed_classes(cls.model_type.removeprefix(PREFIX))
-        return config_class.from_dict(config_dict, **kwargs)
-
-
-for _type in SUPPORTED:
-    _lazy = type("LazyRoutedConfig", (LazyRoutedConfig,), {"model_type": PREFIX + _type, "__module__": __name__})
-    AutoConfig.register(PREFIX + _type, _lazy, exist_ok=True)
+def unwrapped(model: Any) -> Any:
+    """The model itself, out of torch.compile's wrapper or peft's."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

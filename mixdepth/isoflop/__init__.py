@@ -10,10 +10,30 @@ isoflop.plot("study")
 ```
 """
 
-from mixdepth.isoflop.fit import Fit, fit
-from mixdepth.isoflop.plan import plan
-from mixdepth.isoflop.plot import plot
-from mixdepth.isoflop.runner import run
-from mixdepth.isoflop.study import Cell, Hypothesis, Study
+from typing import TYPE_CHECKING
 
-__all__ = ["Cell", "Fit", "Hypothesis", "Study", "fit", "plan", "plot", "run"]
+from mixdepth.lazy import lazily
+
+if TYPE_CHECKING:
+    from mixdepth.isoflop.drawing import plot as plot
+    from mixdepth.isoflop.fitting import Fit as Fit
+    from mixdepth.isoflop.fitting import fit as fit
+    from mixdepth.isoflop.launching import run as run
+    from mixdepth.isoflop.planning import plan as plan
+    from mixdepth.isoflop.study import Cell as Cell
+    from mixdepth.isoflop.study import Hypothesis as Hypothesis
+    from mixdepth.isoflop.study import Study as Study
+
+PLACES = {
+    "Cell": "mixdepth.isoflop.study",
+    "Fit": "mixdepth.isoflop.fitting",
+    "Hypothesis": "mixdepth.isoflop.study",
+    "Study": "mixdepth.isoflop.study",
+    "fit": "mixdepth.isoflop.fitting",
+    "plan": "mixdepth.isoflop.planning",
+    "plot": "mixdepth.isoflop.drawing",
+    "run": "mixdepth.isoflop.launching",
+}
+
+__all__ = [*PLACES]
+__getattr__, __dir__ = lazily(PLACES, globals())

@@ -6,7 +6,7 @@ from typing import Any
 from mixdepth.isoflop.curves import Curve, Pair
 from mixdepth.isoflop.estimates import LEVEL, Statistic, estimate, p_value
 from mixdepth.isoflop.study import Hypothesis
-from mixdepth.table import short
+from mixdepth.text import short
 
 
 def tested(claims: list[Hypothesis], curves: dict[tuple[float, str], Curve]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from mixdepth.config import LOOKS_AHEAD, DepthConfig
 from mixdepth.isoflop.curves import MIN_SIZES
 from mixdepth.isoflop.study import OF_CURVES, Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
-from mixdepth.table import short
+from mixdepth.text import short
 
 FEWEST_SEEDS = 2
 """That tell how far a seed is off; a claim of fewer could never be tested."""

@@ -1,9 +1,8 @@
 """Losses on the test text: taken when a cell ends, while its weights are there, and not looked at before all have."""
 
-from mixdepth.compare import evaluate_runs
-from mixdepth.files import write_json
+from mixdepth.evaluation.comparison import evaluate_runs
+from mixdepth.files import write_json, writing
 from mixdepth.isoflop.study import TEST, Cell, Losses, Study
-from mixdepth.run import writing
 
 
 def is_unsealed(study: Study, cell: Cell) -> bool:

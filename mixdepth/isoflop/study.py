@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from mixdepth.config import DepthConfig
 from mixdepth.files import check_name, read_json, write_json
 from mixdepth.isoflop import forms
-from mixdepth.run import RESULT, SETTINGS, Run
-from mixdepth.settings import TrainConfig
-from mixdepth.trainer import DIVERGED
+from mixdepth.runs.run import RESULT, SETTINGS, Run
+from mixdepth.runs.settings import TrainConfig
+from mixdepth.training.trainer import DIVERGED
 
 STUDY, CELLS, TEST = "study.json", "cells", "test.json"
 FAILED, LOG = "failed.json", "log"

@@ -4,7 +4,8 @@ from dataclasses import fields
 from typing import Any, NamedTuple, get_args
 
 from mixdepth.config import DepthConfig, Scheme, is_number
-from mixdepth.settings import TrainConfig, parse_value
+from mixdepth.runs.settings import TrainConfig
+from mixdepth.text import parse_value
 
 DENSE, MOD = "dense", "mod"
 ASPECTS = {"dense": 32.0, "routed": 16.0}

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from mixdepth.run import writing
+from mixdepth.files import writing
 
 COLOURS = ("#787878", "#2f66ee", "#ee6e10", "#16a866", "#a226c6", "#b06000", "#b06cc4", "#c8144c")
 """Grey first. They have a contrast of 3 on light and dark pages; with less than full colour vision they are closer, so

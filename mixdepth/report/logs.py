@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mixdepth.files import read_json
-from mixdepth.run import METRICS, SETTINGS, Run
+from mixdepth.runs.run import METRICS, SETTINGS, Run
 
 Numbers = NDArray[np.float64]
 MANY = 50
 """Lines from which on a log is smoothed."""
 ROUTING = ("target", "causal_capacity", "precision", "recall", "gate_mean", "gate_std", "never_chosen")
-"""What is plotted of `mixdepth.statistics.describe`."""
+"""What is plotted of `mixdepth.training.routing_statistics.describe`."""
 
 
 class Evaluation(NamedTuple):

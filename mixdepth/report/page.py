@@ -5,9 +5,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from mixdepth.files import check_name, write_text
-from mixdepth.run import writing
-from mixdepth.trace import Trace
+from mixdepth.evaluation.tracing import Trace
+from mixdepth.files import check_name, write_text, writing
 
 VIEWS = {"causal": "causal", "lookahead": "look-ahead", "difference": "where the causal rule errs"}
 NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

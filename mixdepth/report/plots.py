@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mixdepth.report.curves import draw_curves
 from mixdepth.report.figures import as_svg, save
 from mixdepth.report.logs import Log, read_logs
-from mixdepth.report.profile import draw_profile
-from mixdepth.report.speed import as_rows, draw_speed, read_rows
-from mixdepth.run import Run
+from mixdepth.report.routing_of_layers import draw_profile
+from mixdepth.report.tradeoff import as_rows, draw_speed, read_rows
+from mixdepth.report.training_curves import draw_curves
+from mixdepth.runs.run import Run
 
 AnyRun = str | Path | Run
 

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mixdepth
-from mixdepth.hf.model import OTHER_AUTO_CLASSES, routed_classes
-from mixdepth.tokens import byte_tokenizer
+from mixdepth.data.tokenizers import byte_tokenizer
+from mixdepth.hf.classes import OTHER_AUTO_CLASSES, routed_classes
 
 
 def settings_of(config):

@@ -35,7 +35,8 @@ from transformers import (
 )
 
 import mixdepth
-from mixdepth.hf.architectures import RUN_ALL_LAYERS, SUPPORTED, decoder_layers
+from mixdepth.hf.architectures import RUN_ALL_LAYERS, decoder_layers
+from mixdepth.hf.names import SUPPORTED
 
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -8,7 +8,7 @@ from tiny import NUM_LAYERS, token_ids
 import mixdepth
 from mixdepth.hf.architectures import decoder_layers
 from mixdepth.hf.layer import RoutedLayer
-from mixdepth.routing import slots
+from mixdepth.routes import slots
 
 NEEDS_EVERY_LAYER = r"output_attentions needs every layer to run: evaluate within mixdepth.lookahead\(model\)"
 

@@ -1,0 +1,200 @@
+"""What a forward pass costs: matrix products, two FLOPs for each multiply-add.
+
+Counted are all linear maps, attention (every pair of tokens, no discount for the causal half), experts,
+routers, predictors and logits; embeddings are look-ups and cost nothing. A training step costs three
+forward passes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from mixdepth.hf.architectures import decoder_layers, expert_block
+from mixdepth.hf.install import route
+from mixdepth.hf.layer import RoutedExperts, RoutedLayer
+from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.hf.names import SUPPORTED
+from mixdepth.models.shape import model_config
+from mixdepth.modes import active
+from mixdepth.router import Chooser
+from mixdepth.routes import slots
+
+Tokens = TypeVar("Tokens")
+"""How many tokens, or which."""
+NOT_COUNTED = {
+    "diffllama": "its attention takes each product twice",
+    "modernbert-decoder": "it has a further layer before its logits",
+}
+"""Architectures whose products are other than those of their linear layers and attention, and why."""
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of one decoder layer, by what they are spent on."""
+
+    tokens: int  # that go through what is routed, or through the layer
+    router: int  # with its predictor
+    attention: int  # projections and scores
+    mlp: int  # with experts and their gate
+
+    @property
+    def total(self) -> int:
+        return self.router + self.attention + self.mlp
+
+
+class FlopCount(NamedTuple):
+    """FLOPs of one forward pass over one sequence."""
+
+    layers: tuple[LayerFlops, ...]
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(layer.total for layer in self.layers) + self.logits
+
+    def __str__(self) -> str:
+        """A table, one line for each layer."""
+        lines = [f"{'layer':>6} {'tokens':>8} {'router':>12} {'attention':>14} {'mlp':>14} {'total':>14}"]
+        for index, layer in enumerate(self.layers):
+            lines.append(
+                f"{index:>6} {layer.tokens:>8,} {layer.router:>12,} {layer.attention:>14,} {layer.mlp:>14,} "
+                f"{layer.total:>14,}"
+            )
+        lines.append(f"{'logits':>6} {'':>8} {'':>12} {'':>14} {'':>14} {self.logits:>14,}")
+        lines.append(f"{'all':>6} {'':>8} {'':>12} {'':>14} {'':>14} {self.total:>14,}")
+        return "\n".join(lines)
+
+
+def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = None) -> FlopCount:
+    """FLOPs of a forward pass over one sequence of `num_tokens`, as training runs it: routed layers at their
+    capacity; or, by the index of each layer with a router, at the number of tokens that it has `taken`.
+
+    Experts that tokens choose are counted at equal loads, so that no-op experts save their share.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    >>> count_flops(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), 10).total
+    135680
+    """
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"num_tokens must be a whole number of at least 1, not {num_tokens!r}")
+    check_counted(model)
+    config = model.config.get_text_config(decoder=True)
+    layers, last_chosen = [], num_tokens
+    for index, layer in enumerate(decoder_layers(model)):
+        chosen, router = num_tokens, 0
+        if isinstance(layer, RoutedLayer):
+            chooser = active(layer.depth_router)
+            if chooser is not None:
+                last_chosen = slots(chooser.capacity, num_tokens) if taken is None else taken[index]
+                router = num_tokens * token_flops(chooser)
+            chosen = last_chosen
+        attending, feeding = halves(layer, num_tokens, chosen)
+        layers.append(LayerFlops(chosen, router, *layer_flops(layer, config, attending, attending**2, feeding)))
+    return FlopCount(tuple(layers), num_tokens * token_flops(model.get_output_embeddings()))
+
+
+def check_counted(model: Any) -> None:
+    """Refuse a model whose FLOPs are not counted."""
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__).removeprefix("mixdepth_")
+    if model_type not in SUPPORTED or model_type in NOT_COUNTED or model.get_output_embeddings() is None:
+        reason = NOT_COUNTED.get(model_type, "it is no causal language model of a kind that can be routed")
+        raise ValueError(f"the FLOPs of {type(model).__name__} ({model_type!r}) are not counted: {reason}")
+
+
+def halves(layer: Any, everyone: Tokens, chosen: Tokens) -> tuple[Tokens, Tokens]:
+    """Who goes through a layer's attention, and who through its MLP."""
+    target = getattr(layer, "depth_target", "block")
+    return everyone if target == "mlp" else chosen, everyone if target == "attention" else chosen
+
+
+def layer_flops(layer: Any, config: Any, attending: int, pairs: int, feeding: int) -> tuple[int, int]:
+    """FLOPs of a layer's attention, for so many tokens and `pairs` of a query and a key, and of its MLP."""
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_width, value_width = (getattr(config, name, None) or head_width for name in ("qk_head_dim", "v_head_dim"))
+    projections = token_flops(_attention(layer))
+    mlp = token_flops(layer) - projections
+    attention = attending * projections + 2 * pairs * heads * (key_width + value_width)
+    return attention, feeding * mlp + _expert_flops(layer, feeding)
+
+
+def _expert_flops(layer: Any, num_tokens: int) -> int:
+    """FLOPs of the layer's experts and their gate."""
+    stacked = [name for name, parameter in layer.named_parameters() if parameter.ndim == 3]
+    if not stacked:
+        return 0
+    block = expert_block(layer)
+    if block is None or not hasattr(block.gate, "top_k") or getattr(block.gate, "weight", None) is None:
+        raise ValueError(f"the FLOPs of experts ({stacked[0]} in {type(layer).__name__}) are not counted")
+    num_experts: int = block.experts.num_experts
+    num_all = block.gate.weight.shape[0]
+    pairs: int = num_tokens * block.gate.top_k * num_experts // num_all
+    chooser = active(block.depth_router) if isinstance(block, RoutedExperts) else None
+    if chooser is not None and chooser.capacity is not None:
+        limit = num_experts * slots(chooser.capacity, num_tokens)
+        pairs = limit if chooser.experts_choose else min(pairs, limit)
+    one_expert: int = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3) // num_experts
+    gate: int = block.gate.weight.numel()
+    return 2 * num_tokens * gate + 2 * pairs * one_expert
+
+
+def _attention(layer: Any) -> nn.Module | None:
+    """The layer's attention: the child with a query, under whatever name."""
+    names = ("self_attn", "attention", "attn", "self_attention")
+    found = [child for name, child in layer.named_children() if name in names]
+    return found[0] if found else None
+
+
+def token_flops(module: nn.Module | None) -> int:
+    """FLOPs of the module's linear maps for one token, without routers: two for each weight."""
+    return 2 * _weights(module)
+
+
+def _weights(module: nn.Module | None) -> int:
+    if module is None:
+        return 0
+    weights: int = sum(m.weight.numel() for m in module.modules() if isinstance(m, Conv1D))
+    # by its features, since a quantised weight is packed
+    weights += sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+    if isinstance(module, Chooser):
+        return weights
+    return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
+
+
+def report(
+    num_tokens: int, folder: str | None, shape: dict[str, int | None], settings: dict[str, Any], flags: Sequence[str]
+) -> None:
+    """Print the count of a model that is described and not built: its weights take no memory.
+
+    The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder. Settings of routing
+    were given by `flags`.
+    """
+    if folder is None:
+        config = model_config(**{name: value for name, value in shape.items() if value is not None})
+    elif any(value is not None for value in shape.values()):
+        given = next(name for name, value in shape.items() if value is not None)
+        raise ValueError(f"{given} has no meaning beside a folder, which has its own shape: leave it out")
+    elif not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+        if settings and isinstance(model, RoutedCausalLM):
+            raise ValueError(f"{folder!r} is routed already: leave out {' and '.join(flags)}")
+        model = route(model, **settings) if settings else model
+        count = count_flops(model, num_tokens)
+        print(f"{type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters, {num_tokens} tokens")
+        print(count)
+        if isinstance(model, RoutedCausalLM):
+            dense_type = model.config.model_type.removeprefix("mixdepth_")
+            plain = CONFIG_MAPPING[dense_type].from_dict(model.config.to_dict())
+            dense = count_flops(AutoModelForCausalLM.from_config(plain), num_tokens).total
+            print(
+                f"{count.total / dense:.3f} of the dense model's {dense:,}; a training step costs three times as much"
+            )
