@@ -156,7 +156,7 @@ def test_flops_of_what_makes_no_sense_end_with_code_2_and_one_sentence(tmp_path)
         (["--routed-layers", "9"], "layers must be below the model's 8 layers, not 9"),
         (["--experts", "token_choice"], "needs a mixture of experts"),
         (["--num-experts", "-1"], "num_experts must be a whole number of at least 0, not -1"),
-        ([str(folder), "--width", "64"], "width has no meaning beside a folder"),
+        ([str(folder), "--width", "64"], "width has no meaning next to a folder"),
     ):
         process = call("flops", *arguments)
         assert process.returncode == 2, process.stdout

@@ -279,10 +279,11 @@ def _add_flops(verbs: Any) -> None:
 
 
 def _flops(tokens: int, folder: str | None, **options: Any) -> None:
-    from mixdepth.models import flops
+    from mixdepth.models.flops import flops_report
 
     shape, settings = split(options, "shape_"), routing_settings(options)
-    flops.report(tokens, folder, shape, settings, [flag_of(name, ROUTING_FLAGS) for name in settings])
+    flags = [flag_of(name, ROUTING_FLAGS) for name in settings]
+    print(flops_report(tokens, folder, shape, settings, flags))
 
 
 VERBS = (_add_train, _add_convert, _add_tune, _add_eval, _add_generate, _add_serve, _add_flops)

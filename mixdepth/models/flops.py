@@ -57,16 +57,20 @@ class FlopCount(NamedTuple):
         return sum(layer.total for layer in self.layers) + self.logits
 
     def __str__(self) -> str:
-        """A table, one line for each layer."""
-        lines = [f"{'layer':>6} {'tokens':>8} {'router':>12} {'attention':>14} {'mlp':>14} {'total':>14}"]
-        for index, layer in enumerate(self.layers):
-            lines.append(
-                f"{index:>6} {layer.tokens:>8,} {layer.router:>12,} {layer.attention:>14,} {layer.mlp:>14,} "
-                f"{layer.total:>14,}"
-            )
-        lines.append(f"{'logits':>6} {'':>8} {'':>12} {'':>14} {'':>14} {self.logits:>14,}")
-        lines.append(f"{'all':>6} {'':>8} {'':>12} {'':>14} {'':>14} {self.total:>14,}")
-        return "\n".join(lines)
+        return flops_table(self)
+
+
+def flops_table(count: FlopCount) -> str:
+    """Return the count as a table with one line for each layer."""
+    lines = [f"{'layer':>6} {'tokens':>8} {'router':>12} {'attention':>14} {'mlp':>14} {'total':>14}"]
+    for index, layer in enumerate(count.layers):
+        lines.append(
+            f"{index:>6} {layer.tokens:>8,} {layer.router:>12,} {layer.attention:>14,} {layer.mlp:>14,} "
+            f"{layer.total:>14,}"
+        )
+    lines.append(f"{'logits':>6} {'':>8} {'':>12} {'':>14} {'':>14} {count.logits:>14,}")
+    lines.append(f"{'all':>6} {'':>8} {'':>12} {'':>14} {'':>14} {count.total:>14,}")
+    return "\n".join(lines)
 
 
 def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = None) -> FlopCount:
@@ -166,35 +170,44 @@ def _weights(module: nn.Module | None) -> int:
     return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
 
 
-def report(
+def flops_report(
     num_tokens: int, folder: str | None, shape: dict[str, int | None], settings: dict[str, Any], flags: Sequence[str]
-) -> None:
-    """Print the count of a model that is described and not built: its weights take no memory.
+) -> str:
+    """Return the FLOPs of a model that is described and not built, as text: its weights take no memory.
 
-    The shape of a Llama, or of a Mixtral if it has experts, is given where there is no folder. Settings of routing
-    were given by `flags`.
+    The model is that of a folder, or without one a Llama of the given shape (a Mixtral if it has experts).
+    `settings` route it; `flags` are the names under which the user gave them.
     """
-    if folder is None:
-        config = model_config(**{name: value for name, value in shape.items() if value is not None})
-    elif any(value is not None for value in shape.values()):
-        given = next(name for name, value in shape.items() if value is not None)
-        raise ValueError(f"{given} has no meaning beside a folder, which has its own shape: leave it out")
-    elif not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
-    else:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _described_config(folder, shape)
     with torch.device("meta"):
+        # 1. Build the model, and route it where settings ask for that.
         model: Any = AutoModelForCausalLM.from_config(config)
         if settings and isinstance(model, RoutedCausalLM):
             raise ValueError(f"{folder!r} is routed already: leave out {' and '.join(flags)}")
-        model = route(model, **settings) if settings else model
+        if settings:
+            model = route(model, **settings)
+        # 2. Count its FLOPs, layer by layer.
         count = count_flops(model, num_tokens)
-        print(f"{type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters, {num_tokens} tokens")
-        print(count)
+        size = f"{model.num_parameters() / 1e6:.2f} M parameters"
+        lines = [f"{type(model).__name__}, {size}, {num_tokens} tokens", flops_table(count)]
+        # 3. Compare a routed model with the dense model of the same shape.
         if isinstance(model, RoutedCausalLM):
             dense_type = model.config.model_type.removeprefix("mixdepth_")
-            plain = CONFIG_MAPPING[dense_type].from_dict(model.config.to_dict())
-            dense = count_flops(AutoModelForCausalLM.from_config(plain), num_tokens).total
-            print(
+            dense_config = CONFIG_MAPPING[dense_type].from_dict(model.config.to_dict())
+            dense = count_flops(AutoModelForCausalLM.from_config(dense_config), num_tokens).total
+            lines.append(
                 f"{count.total / dense:.3f} of the dense model's {dense:,}; a training step costs three times as much"
             )
+    return "\n".join(lines)
+
+
+def _described_config(folder: str | None, shape: dict[str, int | None]) -> Any:
+    """Return the configuration in a folder, or that of a fresh model of this shape."""
+    given = {name: value for name, value in shape.items() if value is not None}
+    if folder is None:
+        return model_config(**given)
+    if given:
+        raise ValueError(f"{next(iter(given))} has no meaning next to a folder, which has its own shape: leave it out")
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder!r} is not a model's folder: it has no config.json")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
