@@ -17,7 +17,7 @@ INTRODUCTION = """\
 # Architectures
 
 These {number} architectures of transformers 5.22 can be routed. The list is that of
-`mixdepth.supported_architectures()`, over which `tests/test_laws.py` runs every law: a tiny random
+`mixdepth.supported_architectures()`, over which `tests/laws/` runs every law: a tiny random
 model of each, with grouped-query attention, a sliding window shorter than the test, and layer 0 routed.
 This page is written by `make docs`, and a test fails when it is out of date.
 

@@ -14,6 +14,7 @@ os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), 
 import pytest
 import torch
 import transformers
+from chromium import CHROMIUM
 from corpora import CENTRE, SMALL, TINY, call, documents, flags, write_folder
 
 import mixdepth
@@ -65,3 +66,14 @@ def study(corpus, tmp_path_factory):
     assert ran.returncode == 0, ran.stderr
     assert "2 of 2 runs are finished" in ran.stdout
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real browser, for tests that carry `needs_browser`."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

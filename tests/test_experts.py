@@ -1,4 +1,4 @@
-"""Experts inside layers: load, balance, limits, no-op experts, expert choice. Laws are in test_laws.py."""
+"""Experts inside layers: load, balance, limits, no-op experts, expert choice. Laws are in laws/."""
 
 import ast
 import inspect
@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 import torch
-from test_laws import EXPERT_VARIANTS, every_expert_case, left_padded
 from tiny import dense, routed, tiny_config, token_ids
 from transformers import AutoModelForCausalLM
+from variants import EXPERT_VARIANTS, every_expert_case, left_padded
 
 import mixdepth
 from mixdepth.experts import ExpertLoad, balance_loss

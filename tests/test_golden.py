@@ -6,8 +6,8 @@ in the CHANGELOG.
 
 import pytest
 import torch
-from test_laws import ALL_VARIANTS, EXPERT_VARIANTS
 from tiny import routed, token_ids
+from variants import ALL_VARIANTS, EXPERT_VARIANTS
 
 import mixdepth
 

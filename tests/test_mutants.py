@@ -17,7 +17,7 @@ script, outcomes = sys.argv[1:]
 sys.path.insert(0, script.removesuffix("/mutants.py"))
 import bugs
 
-common = {"file": "routes.py", "test": "test_routing.py::test_the_realised_capacity_counts_real_tokens_only"}
+common = {"file": "routes.py", "test": "test_routes.py::test_the_realised_capacity_counts_real_tokens_only"}
 bugs.BUGS[:] = [
     bugs.Bug(what="Padding counts.", find="self.real.sum().clamp(min=1)", replace="self.real.numel()", **common),
     bugs.Bug(what="No bug at all.", find="self.real.sum().clamp(min=1)", replace="self.real.sum().clamp(1)", **common),

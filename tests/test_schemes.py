@@ -1,4 +1,4 @@
-"""What is particular to each scheme and causal rule; what they share is in test_laws.py."""
+"""What is particular to each scheme and causal rule; what they share is in laws/."""
 
 import math
 import os

@@ -1,13 +1,13 @@
-"""One training step in two processes, each with half of the rows, under DDP or FSDP2: for test_engines.py."""
+"""One training step in two processes, each with half of the rows, under DDP or FSDP2: for law 10."""
 
 import os
 
 import torch
 import torch.distributed as dist
-from test_laws import ALL_VARIANTS, EXPERT_VARIANTS
 from tiny import routed, token_ids
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from variants import ALL_VARIANTS, EXPERT_VARIANTS
 
 import mixdepth
 from mixdepth.hf.architectures import decoder_layers

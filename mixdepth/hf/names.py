@@ -87,7 +87,7 @@ SUPPORTED = (
     "vaultgemma",
     "youtu",
 )
-"""Model types that hold the laws: tests/test_laws.py runs over exactly this list."""
+"""Model types that hold the laws: tests/laws/ runs over exactly this list."""
 
 
 PREFIX = "mixdepth_"

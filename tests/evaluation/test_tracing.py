@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
-from test_laws import VARIANTS
 from tiny import dense, routed, token_ids
+from variants import VARIANTS
 
 import mixdepth
 from mixdepth.data.tokenizers import byte_tokenizer

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_page import CHROMIUM, browser, needs_browser  # noqa: F401
+from chromium import CHROMIUM, needs_browser
 
 from mixdepth.cli import main
 
@@ -105,7 +105,7 @@ def test_a_wrong_setting_gets_one_sentence_and_leaves_all_as_it_was(folder, argu
 
 
 @needs_browser
-def test_the_report_opens_without_errors_or_requests_and_holds_all_of_it(folder, browser):  # noqa: F811
+def test_the_report_opens_without_errors_or_requests_and_holds_all_of_it(folder, browser):
     assert CHROMIUM is not None
     troubles: list[str] = []
     page = browser.new_page()

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.multiprocessing as mp
-from test_laws import ALL_VARIANTS, EXPERT_VARIANTS
 from tiny import routed, token_ids
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from two_processes import rank_main
+from variants import ALL_VARIANTS, EXPERT_VARIANTS
 
 import mixdepth
 from mixdepth.hf.layer import RoutedLayer

@@ -139,7 +139,7 @@ def test_a_result_counts_as_the_cell_s_own_alone(file, content, reason, study, t
 
 
 def test_the_cells_of_our_own_study_count():
-    found = Study.read(Path(__file__).parents[1] / "studies" / "bytes")
+    found = Study.read(Path(__file__).parents[2] / "studies" / "bytes")
     finished = [cell for cell in found.cells if (found.run_of(cell).folder / "result.json").exists()]
     assert finished
     assert [found.failure(cell) for cell in finished] == [None] * len(finished)

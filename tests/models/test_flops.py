@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_laws import EXPERT_VARIANTS, VARIANTS, every_expert_case
 from tiny import dense, routed, tiny_config, token_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from variants import EXPERT_VARIANTS, VARIANTS, every_expert_case
 
 import mixdepth
 from mixdepth.hf.architectures import HALVES, decoder_layers

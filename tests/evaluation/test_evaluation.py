@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_laws import left_padded
 from tiny import dense, routed, token_ids
+from variants import left_padded
 
 import mixdepth
 

@@ -1,10 +1,10 @@
 """The routing page, in a real browser."""
 
 import os
-import shutil
 
 import pytest
 import torch
+from chromium import needs_browser
 from corpora import TINY
 from tiny import dense
 
@@ -14,10 +14,6 @@ from mixdepth.data.tokenizers import byte_tokenizer
 from mixdepth.evaluation.tracing import trace_tokens
 from mixdepth.report.page import document, routing_section, write_page
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
 TEXT = 'if x <script>alert(1)</script>:\n\treturn "é & 日"  # <b>\n' * 6
 CONTEXT = 64
 NOTHING = "\u2013"
@@ -42,16 +38,6 @@ def model():
 def trace(model):
     ids = byte_tokenizer()(TEXT).input_ids
     return trace_tokens(model, ids, byte_tokenizer(), context=CONTEXT, num_given=200, name="<i>model</i>")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_laws import ALL_VARIANTS
 from tiny import NUM_LAYERS, decisions, dense, routed, token_ids
 from transformers import DynamicCache, StaticCache, pipeline
+from variants import ALL_VARIANTS
 
 import mixdepth
 from mixdepth.hf.cache import RoutedCacheLayer
