@@ -276,7 +276,7 @@ def append(line: dict[str, Any]) -> None:
 
 def table() -> None:
     """The losses, against the original and against the original tuned alike, and the speeds."""
-    from mixdepth.evaluation.held_out import interval
+    from mixdepth.evaluation.intervals import interval
 
     losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
     speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}

@@ -12,7 +12,7 @@ from mixdepth.bench.bounds import Work, decode_work, last_logits, prefill_work, 
 from mixdepth.bench.speeds import Cache, Machine, Speed, Speeds
 from mixdepth.bench.timing import Spread, decode_in_turns, interleave, memory_bandwidth
 from mixdepth.config import check_integer
-from mixdepth.evaluation.held_out import evaluating
+from mixdepth.evaluation.batches import evaluating
 from mixdepth.hf.model import RoutedCausalLM, unwrapped
 from mixdepth.machine import describe_machine, matmul_peak
 from mixdepth.models.loading import positions

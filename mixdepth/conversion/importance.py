@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from mixdepth.config import DepthConfig, Target
-from mixdepth.evaluation.held_out import evaluating
+from mixdepth.evaluation.batches import evaluating
 from mixdepth.hf.architectures import check_supported, decoder_layers
 from mixdepth.hf.install import route, unroute
 from mixdepth.hf.model import RoutedCausalLM

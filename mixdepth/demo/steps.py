@@ -87,7 +87,7 @@ def _compared(runs: dict[str, Run]) -> Any:
     entries = dict(zip(runs, found.entries, strict=True))
     differences = {}
     for kind in OTHERS:
-        difference = Comparison([entries[kind], entries["routed"]]).difference(entries["routed"])
+        difference = Comparison(entries=[entries[kind], entries["routed"]]).difference(entries["routed"])
         assert difference is not None  # all are evaluated on the same windows
         differences[kind] = difference._asdict()
     return {**found.to_dict(), "routed_minus": differences}

@@ -1,57 +1,75 @@
-"""`calibrate`: thresholds at which the realised capacity is the one that was meant."""
+"""`calibrate`: move the thresholds of the causal rule until the realised capacity is the configured one.
+
+Shapes: A experts (1 for a router of tokens), N tokens of all batches.
+"""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mixdepth.evaluation.held_out import Batch, Evaluation, _checked, _inputs, _loads, evaluate, evaluating
+from mixdepth.evaluation.batches import Batch, evaluating, model_inputs
+from mixdepth.evaluation.held_out import Evaluation, evaluate, expert_loads
 from mixdepth.experts import ExpertRouter, probabilities
 from mixdepth.hf.install import set_capacity
-from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.hf.model import RoutedCausalLM, unwrapped
 from mixdepth.modes import choosers
 from mixdepth.router import Chooser, Router
 from mixdepth.routes import Route, slots
 
 
-class Calibration(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
     """A model before and after its thresholds were moved."""
 
-    before: Evaluation | None  # None where thresholds had never been estimated
+    before: Evaluation | None
+    """None if some threshold had never been estimated, so that the causal rule could not be evaluated."""
     after: Evaluation
 
     @property
     def cost(self) -> float:
-        """What it costs in loss: nats per token, negative for a gain; against look-ahead if there was no before."""
-        return self.after.loss - (self.after.lookahead_loss if self.before is None else self.before.loss)
+        """The loss after minus the loss before, in nats per token; look-ahead takes the place of a missing before."""
+        reference = self.after.lookahead_loss if self.before is None else self.before.loss
+        return self.after.loss - reference
+
+    def to_dict(self) -> dict[str, Any]:
+        before = None if self.before is None else self.before.to_dict()
+        return {"before": before, "after": self.after.to_dict(), "cost": self.cost}
 
 
 @torch.no_grad()
 def calibrate(
     model: RoutedCausalLM, batches: Iterable[Batch], capacity: float | list[float] | None = None
 ) -> Calibration:
-    """Set the threshold of each layer so that its causal rule chooses the configured share of these batches,
-    or less where scores tie.
+    """Set the threshold of each layer so that its causal rule chooses the configured share of these batches.
 
-    Another `capacity` gives one trained model several speeds. Layer by layer, since a layer's scores depend
-    on what earlier layers chose: as many passes over the batches as there are routers. The model then
-    keeps its thresholds, and saves them.
+    Where scores tie, it chooses less. Another `capacity` gives one trained model several speeds. The layers are
+    calibrated in order, because the scores of a layer depend on what earlier layers chose; this takes as many passes
+    over the batches as there are routers. The model keeps its new thresholds, and saves them.
     """
-    model = _checked(model)
+    # 1. Check what can be checked before any work is done.
+    model = unwrapped(model)
+    if not isinstance(model, RoutedCausalLM):
+        raise ValueError(f"{type(model).__name__} is not a routed language model: call mixdepth.route first")
     batches = list(batches)
     if not batches:
         raise ValueError("there is nothing to calibrate on: batches is empty")
     if not has_thresholds(model):
         raise ValueError(f"no router of the model has a threshold to set (scheme={model.depth_config.scheme!r})")
-    old_capacity, old_thresholds = model.depth_config.capacity, [r.threshold.clone() for r in choosers(model)]
-    is_ready = not any(router.estimates and router.threshold.isnan().any() for router in choosers(model))
-    before = evaluate(model, batches) if is_ready else None
+    # 2. Evaluate the model as it is, if its thresholds have been estimated.
+    old_capacity = model.depth_config.capacity
+    old_thresholds = [router.threshold.clone() for router in choosers(model)]
+    before = None
+    if _is_estimated(model):
+        before = evaluate(model, batches)
+    # 3. Move the thresholds. After an error the model is as it was.
     try:
         if capacity is not None:
             set_capacity(model, capacity)
         set_thresholds(model, batches)
-        return Calibration(before, evaluate(model, batches))
+        return Calibration(before=before, after=evaluate(model, batches))
     except BaseException:
         for router, threshold in zip(choosers(model), old_thresholds, strict=True):
             router.threshold.copy_(threshold)
@@ -67,15 +85,16 @@ def set_thresholds(model: RoutedCausalLM, batches: list[Batch]) -> None:
         router.threshold.nan_to_num_(0.0)
     with evaluating(model):
         for index, router in _in_order(model):
-            scores, num_tokens = _scores(model, batches, index, router)  # (A or 1, tokens)
+            scores, num_tokens = _scores(model, batches, index, router)  # (A, N)
             assert router.capacity is not None
-            if scores.numel():  # else nobody gets there
-                cut = _cut(scores, slots(router.capacity, num_tokens))
-                router.threshold.copy_(cut.view(router.threshold.shape))
+            if not scores.numel():  # under early exit no token may get this far
+                continue
+            cut = _cut(scores, slots(router.capacity, num_tokens))  # (A,)
+            router.threshold.copy_(cut.view(router.threshold.shape))
 
 
 def has_thresholds(model: Any) -> bool:
-    """Whether there is something to calibrate."""
+    """Return whether the model has a threshold that could be calibrated."""
     return isinstance(model, RoutedCausalLM) and any(_has_threshold(router) for router in choosers(model))
 
 
@@ -85,37 +104,51 @@ def _has_threshold(router: Chooser) -> bool:
     return isinstance(router, Router) and router.scheme not in ("random", "soft")
 
 
+def _is_estimated(model: RoutedCausalLM) -> bool:
+    """Return whether every threshold that training estimates has a value."""
+    return not any(router.estimates and router.threshold.isnan().any() for router in choosers(model))
+
+
 def _cut(scores: Tensor, k: int) -> Tensor:
-    """(A,): what the k highest of the scores (A, tokens) exceed, and the others do not."""
-    ranked = scores.sort(dim=1, descending=True).values
+    """Return the threshold (A,) that the k highest of the scores (A, N) exceed, and the others do not."""
+    ranked = scores.sort(dim=1, descending=True).values  # (A, N)
     if k >= ranked.shape[1]:
         return ranked[:, -1] - 1
     return (ranked[:, k - 1] + ranked[:, k]) / 2
 
 
 def _scores(model: RoutedCausalLM, batches: list[Batch], index: int, router: Chooser) -> tuple[Tensor, int]:
-    """What the causal rule of a layer compares with its threshold, and of how many tokens it may choose."""
-    scores, num_tokens = [], 0
+    """Return the scores (A, N) that a layer compares with its threshold, and the number of tokens that its share is of.
+
+    That number counts all real tokens, also those that left the stack at an earlier exit.
+    """
+    scores: list[Tensor] = []  # (A, tokens of the batch) each
+    num_tokens = 0
     for batch in batches:
-        out: Any = model(**_inputs(batch), output_routes=True)
+        out: Any = model(**model_inputs(batch), output_routes=True)
         if isinstance(router, ExpertRouter):
-            load = dict(_loads(model, out)).get(index)
-            if load is not None:
-                scores.append(probabilities(load.logits)[load.used].T)
-                num_tokens += int(load.used.sum())
+            load = dict(expert_loads(model, out)).get(index)
+            if load is None:
+                continue
+            scores.append(probabilities(load.logits)[load.used].T)
+            num_tokens += int(load.used.sum())
         else:
             route: Route = dict(zip(model.deciding_layers, out.routes, strict=True))[index]
-            guess = route.logits if route.predictor_logits is None else route.predictor_logits
+            guess = route.logits if route.predictor_logits is None else route.predictor_logits  # (B, T)
             scores.append(guess[route.candidates][None])
             num_tokens += int(route.real.sum())
-    return torch.cat(scores, 1) if scores else torch.zeros(1, 0), num_tokens
+    if not scores:
+        return torch.zeros(1, 0), num_tokens
+    return torch.cat(scores, 1), num_tokens
 
 
-def _in_order(model: RoutedCausalLM) -> Iterable[tuple[int, Chooser]]:
-    """The routers with a threshold, in the order in which a forward pass meets them."""
+def _in_order(model: RoutedCausalLM) -> list[tuple[int, Chooser]]:
+    """Return the routers with a threshold and their layers, in the order in which a forward pass meets them."""
     depth: dict[int, Chooser] = dict(zip(model.deciding_layers, model.depth_routers, strict=True))
     experts: dict[int, Chooser] = dict(zip(model.layers_with_experts, model.depth_expert_routers, strict=True))
+    routers = []
     for index in sorted({*depth, *experts}):
         for router in (depth.get(index), experts.get(index)):
             if router is not None and router.capacity != 1 and _has_threshold(router):
-                yield index, router
+                routers.append((index, router))
+    return routers

@@ -1,105 +1,150 @@
-"""`evaluate_runs`: models side by side on held-out text."""
+"""`evaluate_runs`: models side by side on the same held-out text."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
 from mixdepth.config import check_integer
-from mixdepth.data.corpus import HELD_OUT, Side, load_corpus
+from mixdepth.data.corpus import HELD_OUT, Corpus, Side, load_corpus
 from mixdepth.data.sources import absolute
-from mixdepth.evaluation.held_out import Evaluation, Interval, evaluate, interval
+from mixdepth.evaluation.held_out import Evaluation, evaluate
+from mixdepth.evaluation.intervals import Interval, interval
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.models.flops import count_flops
 from mixdepth.models.loading import Loaded, load, positions
 from mixdepth.runs.run import text_of, tokenizer_of
 from mixdepth.text import columns
 
+DEFAULT_CONTEXT = 1024
+"""The length of a window where no run says how long its windows were in training."""
 
-class Entry(NamedTuple):
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
     """One model's numbers."""
 
     name: str
     note: str
+    """A sentence that a reader of the numbers must know, or nothing."""
     parameters: int
     flops_per_token: float | None
-    """Of a forward pass at the configured capacity; None where FLOPs are not counted."""
+    """FLOPs of a forward pass at the configured capacity; None for architectures whose FLOPs are not counted."""
     bits_per_nat: float
-    """Bits per byte for each nat per token."""
+    """Bits per byte of text for each nat per token."""
     is_routed: bool
     evaluation: Evaluation
-    text: str  # digest of text, tokenizer and window length: two models with the same can be paired
+    text: str
+    """A digest of text, tokenizer and window length. Models with the same digest are compared window by window."""
 
     def bits_per_byte(self, nats: float) -> float:
         return nats * self.bits_per_nat
 
     def to_dict(self) -> dict[str, Any]:
-        found = self.evaluation
+        evaluation = self.evaluation
         return {
             "name": self.name,
             "note": self.note,
             "parameters": self.parameters,
             "flops_per_token": self.flops_per_token,
-            "loss": found.loss,
-            "lookahead_loss": found.lookahead_loss,
-            "bits_per_byte": self.bits_per_byte(found.loss),
-            "lookahead_bits_per_byte": self.bits_per_byte(found.lookahead_loss),
-            "causal_minus_lookahead": found.gap._asdict(),
-            "windows": len(found.rows),
-            "layers": {index: {**layer._asdict(), "f1": layer.f1} for index, layer in found.layers.items()},
-            "loads": found.loads,
+            "loss": evaluation.loss,
+            "lookahead_loss": evaluation.lookahead_loss,
+            "bits_per_byte": self.bits_per_byte(evaluation.loss),
+            "lookahead_bits_per_byte": self.bits_per_byte(evaluation.lookahead_loss),
+            "causal_minus_lookahead": evaluation.gap.to_dict(),
+            "windows": len(evaluation.rows),
+            "layers": {index: layer.to_dict() for index, layer in evaluation.layers.items()},
+            "loads": evaluation.loads,
         }
 
 
-class Comparison(NamedTuple):
-    """Models side by side, the first the one that the others are measured against."""
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Models side by side. The others are compared with the first."""
 
     entries: list[Entry]
 
     def difference(self, entry: Entry) -> Interval | None:
-        """Causal loss minus that of the first model, window by window; None where the windows are not the same."""
+        """Return the causal loss minus that of the first model, window by window; None for different windows."""
         first = self.entries[0]
         if entry is first or entry.text != first.text:
             return None
-        pairs = list(zip(entry.evaluation.rows, first.evaluation.rows, strict=True))
-        return interval([a.loss - b.loss for a, b in pairs], [a.num_labels for a, _ in pairs])
+        pairs = zip(entry.evaluation.rows, first.evaluation.rows, strict=True)
+        differences = [row.loss - first_row.loss for row, first_row in pairs]
+        return interval(differences, [row.num_labels for row in entry.evaluation.rows])
 
     def to_dict(self) -> dict[str, Any]:
         models = []
         for entry in self.entries:
             difference = self.difference(entry)
-            versus = None if difference is None else difference._asdict()
-            models.append({**entry.to_dict(), "difference_to_first": versus})
+            as_dict = None if difference is None else difference.to_dict()
+            models.append({**entry.to_dict(), "difference_to_first": as_dict})
         return {"models": models}
 
     def __str__(self) -> str:
-        """A table, one column for each model."""
-        rows: list[list[str]] = [["", *(entry.name for entry in self.entries)]]
-        rows.append(["parameters", *(f"{entry.parameters:,}" for entry in self.entries)])
-        costs = [entry.flops_per_token for entry in self.entries]
-        rows.append(["FLOPs per token", *("not counted" if cost is None else f"{cost:,.0f}" for cost in costs)])
-        found = [entry.evaluation for entry in self.entries]
-        rows.append(["loss (nats per token)", *(f"{e.loss:.4f}" for e in found)])
-        rows.append(["  with look-ahead", *(f"{e.lookahead_loss:.4f}" for e in found)])
-        gaps = [_with_interval(e.evaluation.gap) if e.is_routed else "" for e in self.entries]
-        rows.append(["  causal - look-ahead", *gaps])
-        rows.append(["bits per byte", *(f"{e.bits_per_byte(e.evaluation.loss):.4f}" for e in self.entries)])
-        rows.append(
-            ["  with look-ahead", *(f"{e.bits_per_byte(e.evaluation.lookahead_loss):.4f}" for e in self.entries)]
-        )
+        """Return a table with one column for each model, and notes."""
+        lines: list[tuple[str, Callable[[Entry], str]]] = [
+            ("", lambda entry: entry.name),
+            ("parameters", lambda entry: f"{entry.parameters:,}"),
+            ("FLOPs per token", _flops_cell),
+            ("loss (nats per token)", lambda entry: f"{entry.evaluation.loss:.4f}"),
+            ("  with look-ahead", lambda entry: f"{entry.evaluation.lookahead_loss:.4f}"),
+            ("  causal - look-ahead", lambda entry: str(entry.evaluation.gap) if entry.is_routed else ""),
+            ("bits per byte", lambda entry: f"{entry.bits_per_byte(entry.evaluation.loss):.4f}"),
+            ("  with look-ahead", lambda entry: f"{entry.bits_per_byte(entry.evaluation.lookahead_loss):.4f}"),
+        ]
         if len(self.entries) > 1:
-            differences = [self.difference(entry) for entry in self.entries]
-            cells = ["-" if d is None else _with_interval(d) for d in differences]
-            rows.append([f"loss - {self.entries[0].name}", *cells])
-        capacities = [" ".join(f"{layer.capacity:.1%}" for layer in e.layers.values()) for e in found]
-        rows.append(["realised capacity", *capacities])
-        rows.append(["F1 against top-k", *(" ".join(f"{layer.f1:.2f}" for layer in e.layers.values()) for e in found)])
-        rows.append(["windows", *(f"{len(e.rows):,}" for e in found)])
+            lines.append((f"loss - {self.entries[0].name}", self._difference_cell))
+        lines += [
+            ("realised capacity", _capacities_cell),
+            ("F1 against top-k", _f1_cell),
+            ("windows", lambda entry: f"{len(entry.evaluation.rows):,}"),
+        ]
+        rows = []
+        for title, cell in lines:
+            rows.append([title, *(cell(entry) for entry in self.entries)])
+        return "\n".join([columns(rows, left=(0,)), *self._notes()])
+
+    def _difference_cell(self, entry: Entry) -> str:
+        difference = self.difference(entry)
+        return "-" if difference is None else str(difference)
+
+    def _notes(self) -> list[str]:
         notes = [entry.note for entry in self.entries if entry.note]
         if len({entry.text for entry in self.entries}) > 1:
             notes.append("not on the same windows: text, split, tokens or context differ, so losses do not compare")
-        return "\n".join([columns(rows, left=(0,)), *notes])
+        return notes
+
+
+def _flops_cell(entry: Entry) -> str:
+    if entry.flops_per_token is None:
+        return "not counted"
+    return f"{entry.flops_per_token:,.0f}"
+
+
+def _capacities_cell(entry: Entry) -> str:
+    return " ".join(f"{layer.capacity:.1%}" for layer in entry.evaluation.layers.values())
+
+
+def _f1_cell(entry: Entry) -> str:
+    return " ".join(f"{layer.f1:.2f}" for layer in entry.evaluation.layers.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Windows:
+    """Which windows of which text the models are evaluated on. It is the same for all of them."""
+
+    corpus: str | None
+    """The text for every model; None: each run brings its own."""
+    text_field: str
+    shares: dict[str, Any]
+    """The held-out shares of `corpus`; empty for the defaults."""
+    split: str
+    number: int | None
+    """How many windows, evenly spaced; None: all."""
+    batch_size: int
 
 
 def evaluate_runs(
@@ -112,75 +157,99 @@ def evaluate_runs(
     batch_size: int = 16,
     split: str = "validation",
 ) -> Comparison:
-    """Evaluate runs, folders or models of the hub on held-out text, the same for each of them.
+    """Evaluate runs, folders or models of the hub on held-out text.
 
-    A run brings its own corpus and context, and what it held out of it; of a `corpus` given here a tenth is held out
-    and used, or what one of the runs held out of it, the same for all models. `split` is `validation`, or `test` for
-    what runs with `test` set have held out further. `windows` takes that many of the windows, evenly spaced. Numbers do
-    not change from call to call.
+    A run brings its own corpus and context, and is evaluated on what it held out. A `corpus` given here is used for
+    all models: the part of it that one of the runs held out, or else a tenth of it. `split` is `validation`, or `test`
+    for the second part that runs with `test` set have held out. `windows` takes that many of the windows, evenly
+    spaced. The same call gives the same numbers every time.
     """
+    # 1. Check the arguments before a model is loaded.
     if not names:
         raise ValueError("there is nothing to evaluate: name at least one run")
-    for name, value in {"context": context, "windows": windows, "batch_size": batch_size}.items():
-        if value is not None:
-            check_integer(name, value, minimum=2 if name == "context" else 1)
+    if context is not None:
+        check_integer("context", context, minimum=2)
+    if windows is not None:
+        check_integer("windows", windows, minimum=1)
+    check_integer("batch_size", batch_size, minimum=1)
     if split not in HELD_OUT:
         raise ValueError(f"split must be one of {', '.join(HELD_OUT)}, not {split!r}")
-    corpus = None if corpus is None else absolute(corpus)
+    if corpus is not None:
+        corpus = absolute(corpus)
     loaded = [load(name) for name in names]
-    # what is no run takes the context of the runs beside it, and the split of one on this text, so that they compare
+    # 2. A model that is not one of our runs borrows the context length and the split of the runs next to it, so that
+    #    they are evaluated on the same windows.
     runs = [model.run.settings for model in loaded if model.run is not None]
-    of_runs = min((settings.context for settings in runs), default=1024)
-    beside = next((settings for settings in runs if settings.corpus == corpus), None)
-    shares: dict[str, Any] = {} if beside is None else {"validation": beside.validation, "test": beside.test}
+    borrowed_context = min((settings.context for settings in runs), default=DEFAULT_CONTEXT)
+    shares: dict[str, Any] = {}
+    for settings in runs:
+        if settings.corpus == corpus:
+            shares = {"validation": settings.validation, "test": settings.test}
+            break
+    chosen = _Windows(
+        corpus=corpus,
+        text_field=text_field,
+        shares=shares,
+        split=split,
+        number=windows,
+        batch_size=batch_size,
+    )
+    # 3. Evaluate one model after the other.
     entries = []
     for name, model in zip(names, loaded, strict=True):
-        length = context or (of_runs if model.run is None else model.run.settings.context)
-        entries.append(_evaluate(name, model, corpus, text_field, shares, length, windows, batch_size, split))
-    return Comparison(entries)
+        default_context = borrowed_context if model.run is None else model.run.settings.context
+        entries.append(_evaluate(name, model, context or default_context, chosen))
+    return Comparison(entries=entries)
 
 
-def _evaluate(
-    name: str,
-    loaded: Loaded,
-    source: str | None,
-    text_field: str,
-    shares: dict[str, Any],
-    context: int,
-    windows: int | None,
-    batch: int,
-    split: str,
-) -> Entry:
-    model, tokenizer, run, note = loaded
-    if run is not None and source in (None, run.settings.corpus):
-        source = run.settings.corpus
-        text = text_of(run)
-    elif source is None:
-        raise ValueError(f"{name!r} is no run and has no corpus of its own: give one by --corpus")
-    else:
-        text = load_corpus(source, tokenizer_of(name), text_field=text_field, **shares)
-    if run is None:
+def _evaluate(name: str, loaded: Loaded, context: int, chosen: _Windows) -> Entry:
+    """Evaluate one model on windows of `context` tokens, or as many as it has positions for."""
+    model = loaded.model
+    # 1. Read the text, and cut it into windows.
+    source, text = _text_for(name, loaded, chosen)
+    if loaded.run is None:
         context = min(context, positions(model))
-    side: Side = getattr(text, split)
-    chosen = side.windows(context).spread(windows)
-    if not len(chosen):
-        raise ValueError(f"the {split} text of {source!r} is shorter than a window of {context} tokens")
-    if tokenizer.get_vocab() != text.tokenizer.get_vocab():
+    side: Side = getattr(text, chosen.split)
+    windows = side.windows(context).spread(chosen.number)
+    if not len(windows):
+        raise ValueError(f"the {chosen.split} text of {source!r} is shorter than a window of {context} tokens")
+    if loaded.tokenizer.get_vocab() != text.tokenizer.get_vocab():
         raise ValueError(f"the tokenizer in {name!r} has another vocabulary than the one that it was trained with")
+    # 2. Evaluate the model, with a bar that shows how far it is.
     device = next(model.parameters()).device
-    bar = tqdm(chosen.batches(batch), desc=name, unit="batch", leave=False, total=-(-len(chosen) // batch))
-    batches = (part.to(device) for part in bar)
-    found = evaluate(model, batches)
+    num_batches = -(-len(windows) // chosen.batch_size)
+    bar = tqdm(windows.batches(chosen.batch_size), desc=name, unit="batch", leave=False, total=num_batches)
+    evaluation = evaluate(model, (batch.to(device) for batch in bar))
+    # 3. Say what a reader of the numbers must know.
+    note = loaded.note
+    if not (math.isfinite(evaluation.loss) and math.isfinite(evaluation.lookahead_loss)):
+        not_finite = f"{name}: its loss is not a number, as its products are not finite"
+        note = f"{note}; {not_finite}" if note else not_finite
+    return Entry(
+        name=name,
+        note=note,
+        parameters=model.num_parameters(),
+        flops_per_token=_flops_per_token(model, context),
+        bits_per_nat=side.bits_per_nat,
+        is_routed=isinstance(model, RoutedCausalLM),
+        evaluation=evaluation,
+        text=f"{text.digest}/{chosen.split}/{context}/{len(windows)}",
+    )
+
+
+def _text_for(name: str, loaded: Loaded, chosen: _Windows) -> tuple[str, Corpus]:
+    """Return the source of the text that this model is evaluated on, and the text."""
+    run = loaded.run
+    if run is not None and chosen.corpus in (None, run.settings.corpus):
+        return run.settings.corpus, text_of(run)
+    if chosen.corpus is None:
+        raise ValueError(f"{name!r} is not a run and has no corpus of its own: give one by --corpus")
+    text = load_corpus(chosen.corpus, tokenizer_of(name), text_field=chosen.text_field, **chosen.shares)
+    return chosen.corpus, text
+
+
+def _flops_per_token(model: Any, context: int) -> float | None:
     try:
-        flops = count_flops(model, context).total / context
+        return count_flops(model, context).total / context
     except ValueError:  # not every architecture is counted
-        flops = None
-    is_routed = isinstance(model, RoutedCausalLM)
-    key = f"{text.digest}/{split}/{context}/{len(chosen)}"
-    if not (math.isfinite(found.loss) and math.isfinite(found.lookahead_loss)):
-        note = "; ".join([*filter(None, [note]), f"{name}: its loss is not a number, as its products are not finite"])
-    return Entry(name, note, model.num_parameters(), flops, side.bits_per_nat, is_routed, found, key)
-
-
-def _with_interval(value: Interval) -> str:
-    return f"{value.mean:+.4f}" + ("" if value.low is None else f" [{value.low:+.4f}, {value.high:+.4f}]")
+        return None

@@ -1,13 +1,14 @@
 """`trace`: how a routed model routes a text, token by token, by its causal rule and with look-ahead.
 
-Shapes: L routed layers, W windows in a pass, C tokens in a window, T tokens of the text.
+Shapes: L routed layers, W windows in a pass, C tokens in a window, T tokens of the text, V tokens of the vocabulary.
 """
 
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from tqdm import tqdm
 from mixdepth.config import check_integer
 from mixdepth.data.corpus import load_corpus
 from mixdepth.data.tokenizers import token_texts
-from mixdepth.evaluation.held_out import Interval, LayerRouting, evaluating, layer_routing, top_of_same_scores
+from mixdepth.evaluation.batches import evaluating
+from mixdepth.evaluation.held_out import LayerRouting, layer_routing, top_of_same_scores
+from mixdepth.evaluation.intervals import Interval, rank_correlation
 from mixdepth.hf.model import RoutedCausalLM, unwrapped
 from mixdepth.models.loading import Loaded, load, positions
 from mixdepth.modes import lookahead
@@ -27,92 +30,121 @@ from mixdepth.routes import Route, first_k, slots
 from mixdepth.runs.run import text_of, tokenizer_of
 
 MAX_TOKENS = 4096
-"""A page with more would be slow to read and to scroll."""
+"""The most tokens that a trace holds. A page with more would be slow to read and to scroll."""
+
 LOGITS_AT_ONCE = 2**25
-BLOCK = 32
-"""Tokens that are drawn together in the bootstrap: neighbours are alike."""
-NUM_TYPES, MIN_COUNT = 8, 3
+"""The most logits that one pass may compute; it limits how many windows are read together."""
+
+DEFAULT_CONTEXT = 1024
+"""The length of a window for a model that is not a run, if it has so many positions."""
+
+NUM_TYPES = 8
+"""How many of the most and least processed token types a trace names."""
+
+MIN_COUNT = 3
+"""How often a token type must occur to be among them."""
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Pass:
     """What one way of routing did with the text."""
 
     loss: float | None
-    """Nats per token that was foretold; None if there was none."""
+    """Nats per predicted token; None if no token was predicted."""
     surprise: list[float | None]
-    """(T) nats: how unexpected each token was; None at the start of a window."""
+    """(T) nats: the negative log-probability of each token; None at the start of a window."""
     entropy: list[float]
-    """(T) nats: how open the prediction made at each token is."""
+    """(T) nats: the entropy of the prediction that the model makes at each token."""
     chosen: list[str]
     """(L) strings of T digits: 1 for a token that went through the layer."""
     best: list[str]
     """The same for what training would choose by the same scores: the top k, for expert choice."""
     scores: list[list[float | None]]
-    """(L, T)"""
+    """(L, T): the scores of the router."""
     guesses: list[list[float | None]] | None
-    """(L, T): the predictor's, where there is one."""
+    """(L, T): the scores of the predictor, where there is one."""
     gates: list[list[float | None]]
     """(L, T): how far a token moves, or would if it were chosen; None where that is not known."""
     layers: list[LayerRouting]
     correlation: Interval | None
-    """Spearman's, of how many layers a token went through and how open the prediction made at it is."""
+    """Spearman's correlation of the number of layers that a token went through with the entropy at it."""
     most: list[tuple[str, float, int]]
-    """Token types that went through the most layers on average: text, layers, occurrences."""
+    """Token types that went through the most layers on average: text, mean number of layers, occurrences."""
     least: list[tuple[str, float, int]]
+    """The same for those that went through the fewest."""
 
     def to_dict(self) -> dict[str, Any]:
-        correlation = None if self.correlation is None else self.correlation._asdict()
-        layers = [{**layer._asdict(), "f1": layer.f1} for layer in self.layers]
-        return {**self._asdict(), "layers": layers, "correlation": correlation}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["layers"] = [layer.to_dict() for layer in self.layers]
+        values["correlation"] = None if self.correlation is None else self.correlation.to_dict()
+        return values
 
 
-class Trace(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Trace:
     """A text and the routes of its tokens."""
 
     name: str
     model: str
+    """The class of the model and its number of parameters."""
     settings: dict[str, Any]
-    """Of the routing."""
+    """The settings of the routing, as in `DepthConfig.to_dict`."""
     layers: list[int]
-    """Which layers decide."""
+    """The indices of the layers that decide."""
     num_layers: int
+    """The number of all layers of the model."""
     capacities: list[float]
+    """The configured capacity of each layer that decides."""
     tokens: list[str]
+    """(T) the texts of the tokens."""
     context: int
-    """Tokens in a window; each window is read afresh."""
+    """The number of tokens in a window. The model reads each window by itself."""
     num_given: int
-    """Tokens of the prompt, where the rest was generated; else all."""
+    """The number of tokens of the prompt if the rest was generated, else of all tokens."""
     note: str
     causal: Pass
     lookahead: Pass
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "causal": self.causal.to_dict(), "lookahead": self.lookahead.to_dict()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["causal"] = self.causal.to_dict()
+        values["lookahead"] = self.lookahead.to_dict()
+        return values
 
 
 def trace(
     model: Any, text: str | None = None, *, tokenizer: Any = None, context: int | None = None, name: str | None = None
 ) -> Trace:
-    """Route a text: `trace("runs/mod", "def f(x):")`; without one, some of what the run has held out.
+    """Route a text, as in `trace("runs/mod", "def f(x):")`. Without a text, take some that the run has held out.
 
-    `model` is a run, a folder or a name of the hub, or a model with its `tokenizer`. The text is read in windows of
-    `context` tokens, by default as long as in training: over each of them look-ahead takes its top k.
+    `model` is a run, a folder or a name of the hub, or a model object with its `tokenizer`. The model reads the text in
+    windows of `context` tokens, by default as long as in training; look-ahead takes its top k over each window.
     """
-    if isinstance(model, str | os.PathLike):
+    # 1. Load the model.
+    is_name = isinstance(model, str | os.PathLike)
+    if is_name:
         loaded = load(str(model))
     elif tokenizer is None or text is None:
         raise ValueError("a model that is given as an object needs its tokenizer and a text too")
     else:
         loaded = Loaded(model, tokenizer, None, "")
+    # 2. Choose the length of a window.
+    longest = positions(loaded.model)
     if context is not None:
         check_integer("context", context, minimum=2)
-        if context > positions(loaded.model):
-            raise ValueError(f"context={context} is beyond the model's {positions(loaded.model)} positions: lower it")
-    trained = 1024 if loaded.run is None else loaded.run.settings.context
-    length = context or min(trained, positions(loaded.model))
-    ids = _held_out(loaded, str(model)) if text is None else _tokens(loaded.tokenizer, text)
-    title = name or (str(model) if isinstance(model, str | os.PathLike) else type(model).__name__)
-    return trace_tokens(loaded.model, ids, loaded.tokenizer, context=length, name=title, note=loaded.note)
+        if context > longest:
+            raise ValueError(f"context={context} is beyond the model's {longest} positions: lower it")
+    default_context = DEFAULT_CONTEXT if loaded.run is None else loaded.run.settings.context
+    length = context or min(default_context, longest)
+    # 3. Make tokens of the text, and route them.
+    if text is None:
+        ids = _held_out_tokens(loaded, str(model))
+    else:
+        ids = _tokens(loaded.tokenizer, text)
+    default_name = str(model) if is_name else type(model).__name__
+    return trace_tokens(
+        loaded.model, ids, loaded.tokenizer, context=length, name=name or default_name, note=loaded.note
+    )
 
 
 @torch.no_grad()
@@ -121,12 +153,12 @@ def trace_tokens(
     ids: Sequence[int],
     tokenizer: Any,
     *,
-    context: int = 1024,
+    context: int = DEFAULT_CONTEXT,
     num_given: int | None = None,
     name: str = "the model",
     note: str = "",
 ) -> Trace:
-    """The trace of a text that is tokens already."""
+    """Route a text that consists of tokens already."""
     model = unwrapped(model)
     check_routed(model, name)
     if not len(ids):
@@ -138,23 +170,24 @@ def trace_tokens(
     texts = token_texts(tokenizer, tokens.tolist())
     passes = []
     with evaluating(model):
-        for ahead in (False, True):
-            with lookahead(model) if ahead else nullcontext():
+        for mode in (nullcontext(), lookahead(model)):
+            with mode:
                 passes.append(_read(model, tokens, context, texts))
-    size = f"{type(model).__name__}, {model.num_parameters():,} parameters"
+    causal, ahead = passes
+    num_tokens = len(texts)
     return Trace(
         name=name,
-        model=size,
+        model=f"{type(model).__name__}, {model.num_parameters():,} parameters",
         settings=model.depth_config.to_dict(),
         layers=list(model.deciding_layers),
         num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
         capacities=[router.capacity for router in model.depth_routers],
         tokens=texts,
         context=context,
-        num_given=len(texts) if num_given is None else min(num_given, len(texts)),
+        num_given=num_tokens if num_given is None else min(num_given, num_tokens),
         note="; ".join(notes),
-        causal=passes[0],
-        lookahead=passes[1],
+        causal=causal,
+        lookahead=ahead,
     )
 
 
@@ -173,73 +206,97 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _held_out(loaded: Loaded, name: str) -> list[int]:
-    """The beginning of the text that the run has held out, or of the standard library's."""
-    text = load_corpus("stdlib", tokenizer_of(name)) if loaded.run is None else text_of(loaded.run)
+def _held_out_tokens(loaded: Loaded, name: str) -> list[int]:
+    """Return the beginning of the text that the run has held out, or of the standard library's."""
+    if loaded.run is None:
+        text = load_corpus("stdlib", tokenizer_of(name))
+    else:
+        text = text_of(loaded.run)
     tokens: list[int] = text.validation.tokens[: MAX_TOKENS // 2].tolist()
     return tokens
 
 
 def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str]) -> Pass:
-    """Route the windows of the text one way."""
+    """Route the tokens (T,) of a text in one way, and describe the result."""
+    # 1. Route the windows, several in a pass.
     device = next(model.parameters()).device
-    routers: list[Router] = list(model.depth_routers)
-    found: dict[str, list[Tensor]] = {name: [] for name in ("surprise", "entropy", "chosen", "best", "scores", "gates")}
-    guesses: list[Tensor] = []
-    size = max(1, LOGITS_AT_ONCE // (model.config.get_text_config(decoder=True).vocab_size * context))
-    batches = list(_batches(tokens, context, size))
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    windows_at_once = max(1, LOGITS_AT_ONCE // (vocab_size * context))
+    batches = list(_batches(tokens, context, windows_at_once))
+    parts = []
     for windows in tqdm(batches, desc="routing", unit="pass", leave=False, disable=len(batches) < 3):
-        ids = windows.to(device)  # (W, C)
-        out: Any = model(ids, output_routes=True, use_cache=False)
-        surprise, entropy = _foretold(out.logits, ids)
-        found["surprise"].append(surprise.flatten())
-        found["entropy"].append(entropy.flatten())
-        pairs = list(zip(routers, out.routes, strict=True))
-        best = [_as_in_training(router, route) for router, route in pairs]
-        found["chosen"].append(torch.stack([route.mask.flatten() for route in out.routes]))  # (L, W * C)
-        found["best"].append(torch.stack([mask.flatten() for mask in best]))
-        found["scores"].append(torch.stack([route.logits.flatten() for route in out.routes]))
-        found["gates"].append(torch.stack([_gates(router, route).flatten() for router, route in pairs]))
-        if all(route.predictor_logits is not None for route in out.routes):
-            guesses.append(torch.stack([route.predictor_logits.flatten() for route in out.routes]))
-    whole = {name: torch.cat(parts, -1).cpu() for name, parts in found.items()}
-    chosen, best_all, entropy = whole["chosen"], whole["best"], whole["entropy"]
-    depths = chosen.sum(0).numpy()  # (T,)
-    counts = [(c.sum().item(), b.sum().item(), (c & b).sum().item()) for c, b in zip(chosen, best_all, strict=True)]
-    ranked = _types(texts, depths)
-    was_foretold = whole["surprise"][~whole["surprise"].isnan()]
+        parts.append(_route_windows(model, windows.to(device)))
+    whole = {name: torch.cat([part[name] for part in parts], -1).cpu() for name in parts[0]}  # (T,) or (L, T)
+    # 2. Count what each layer chose.
+    layers = []
+    for chosen, best in zip(whole["chosen"], whole["best"], strict=True):  # (T,) each
+        both = (chosen & best).sum().item()
+        layers.append(layer_routing(chosen.sum().item(), best.sum().item(), both, len(texts)))
+    # 3. Say which tokens went through many layers, and which through few.
+    depths = whole["chosen"].sum(0).numpy()  # (T,): the number of layers that each token went through
+    types = token_types(texts, depths)
+    surprise = whole["surprise"]  # (T,)
+    predicted = surprise[~surprise.isnan()]
+    guesses = whole.get("guesses")
     return Pass(
-        loss=was_foretold.double().mean().item() if len(was_foretold) else None,
-        surprise=_rounded(whole["surprise"]),
-        entropy=_rounded(entropy),
-        chosen=[_digits(mask) for mask in chosen],
-        best=[_digits(mask) for mask in best_all],
-        scores=[_rounded(row) for row in whole["scores"]],
-        guesses=[_rounded(row) for row in torch.cat(guesses, -1).cpu()] if guesses else None,
-        gates=[_rounded(row) for row in whole["gates"]],
-        layers=[layer_routing(*layer, len(texts)) for layer in counts],
-        correlation=rank_correlation(depths, entropy.numpy()),
-        most=ranked[:NUM_TYPES],
-        least=ranked[: -NUM_TYPES - 1 : -1],
+        loss=predicted.double().mean().item() if len(predicted) else None,
+        surprise=_rounded(surprise),
+        entropy=_rounded(whole["entropy"]),
+        chosen=[_digits(mask) for mask in whole["chosen"]],
+        best=[_digits(mask) for mask in whole["best"]],
+        scores=_rounded_rows(whole["scores"]),
+        guesses=None if guesses is None else _rounded_rows(guesses),
+        gates=_rounded_rows(whole["gates"]),
+        layers=layers,
+        correlation=rank_correlation(depths, whole["entropy"].numpy()),
+        most=types[:NUM_TYPES],
+        least=types[: -NUM_TYPES - 1 : -1],
     )
 
 
-def _foretold(logits: Tensor, ids: Tensor, length: int = 128) -> tuple[Tensor, Tensor]:
-    """How unexpected each token is, NaN for the first, and the entropy of the prediction made at it: (W, C) both.
+def _route_windows(model: RoutedCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    """Route windows (W, C) in one pass; return what it says of their tokens, by name: (W * C,) or (L, W * C)."""
+    routers: list[Router] = list(model.depth_routers)
+    out: Any = model(ids, output_routes=True, use_cache=False)
+    routes: list[Route] = list(out.routes)
+    surprise, entropy = _surprise_and_entropy(out.logits, ids)
+    # Each of these has one tensor (W, C) for each layer.
+    best, gates = [], []
+    for router, route in zip(routers, routes, strict=True):
+        best.append(_as_in_training(router, route))
+        gates.append(_gates(router, route))
+    by_layer = {
+        "chosen": [route.mask for route in routes],
+        "best": best,
+        "scores": [route.logits for route in routes],
+        "gates": gates,
+    }
+    guesses = [route.predictor_logits for route in routes if route.predictor_logits is not None]
+    if len(guesses) == len(routes):
+        by_layer["guesses"] = guesses
+    values = {"surprise": surprise.flatten(), "entropy": entropy.flatten()}
+    for name, tensors in by_layer.items():
+        values[name] = torch.stack([tensor.flatten() for tensor in tensors])
+    return values
 
-    In parts of some columns, since log-probabilities (W, C, V) take as much memory as the logits.
+
+def _surprise_and_entropy(logits: Tensor, ids: Tensor, length: int = 128) -> tuple[Tensor, Tensor]:
+    """Return how unexpected each token is (NaN for the first), and the entropy of the prediction at it: (W, C) each.
+
+    It works on `length` columns at a time, because log-probabilities (W, C, V) take as much memory as the logits.
     """
-    targets = F.pad(ids[:, 1:], (0, 1))  # (W, C): what each token foretells
+    targets = F.pad(ids[:, 1:], (0, 1))  # (W, C): the token that follows each token
     losses, entropies = [], []
     for some, target in zip(logits.split(length, 1), targets.split(length, 1), strict=True):  # type: ignore
-        logs = F.log_softmax(some.float(), -1)
+        logs = F.log_softmax(some.float(), -1)  # (W, length, V)
         losses.append(-logs.gather(2, target[..., None])[..., 0])
         entropies.append(-(logs.exp() * logs).nan_to_num(0.0).sum(-1))
-    return F.pad(torch.cat(losses, 1)[:, :-1], (1, 0), value=torch.nan), torch.cat(entropies, 1)
+    surprise = F.pad(torch.cat(losses, 1)[:, :-1], (1, 0), value=torch.nan)
+    return surprise, torch.cat(entropies, 1)
 
 
 def _batches(tokens: Tensor, context: int, size: int) -> Iterator[Tensor]:
-    """Windows (W, C) of the text in order; what does not fill one comes last, alone."""
+    """Yield windows (W, C) of the text in order; a last window that is shorter comes by itself."""
     whole = len(tokens) // context * context
     if whole:
         yield from tokens[:whole].view(-1, context).split(size)  # type: ignore[no-untyped-call]
@@ -248,7 +305,7 @@ def _batches(tokens: Tensor, context: int, size: int) -> Iterator[Tensor]:
 
 
 def _as_in_training(router: Router, route: Route) -> Tensor:
-    """(W, C) bool: what training would choose by the scores of this route."""
+    """Return what training would choose by the scores of this route: (W, C) bool."""
     if router.scheme == "soft":
         return route.mask
     if router.scheme == "token_choice":
@@ -257,54 +314,35 @@ def _as_in_training(router: Router, route: Route) -> Tensor:
 
 
 def _gates(router: Router, route: Route) -> Tensor:
-    """(W, C): the weight of each token, or what it would be."""
+    """Return the weight of each token, or what it would be: (W, C)."""
     if router.scheme != "random":
         return weigh(route.logits, router.gate)
-    drawn = torch.full_like(route.logits, torch.nan)  # what is drawn by lot has a gate of its own, if it is drawn
-    return drawn.scatter(1, route.index, route.weight.to(drawn.dtype).where(route.used, torch.nan))
+    # Random routing knows the gate of the tokens that it drew, and of no other.
+    unknown = torch.full_like(route.logits, torch.nan)  # (W, C)
+    weights = route.weight.to(unknown.dtype).where(route.used, torch.nan)  # (W, K)
+    return unknown.scatter(1, route.index, weights)
 
 
-def rank_correlation(x: np.ndarray, y: np.ndarray, draws: int = 1000) -> Interval | None:
-    """Spearman's correlation with its 95 % interval, from a bootstrap over blocks of neighbouring tokens; None where
-    one of the two does not vary.
-
-    >>> rank_correlation(np.arange(9.0), np.arange(9.0) ** 3)
-    Interval(mean=1.0, low=None, high=None)
-    """
-    ranks = np.stack([_ranks(x), _ranks(y)])  # (2, T)
-    if not ranks.std(axis=1).all():
-        return None
-    value = float(round(np.corrcoef(ranks)[0, 1], 12))
-    blocks = np.array_split(ranks, max(1, round(len(x) / BLOCK)), axis=1)
-    if len(blocks) < 8:
-        return Interval(value, None, None)
-    drawn = np.random.default_rng(0).integers(len(blocks), size=(draws, len(blocks)))
-    samples = [np.concatenate([blocks[block] for block in row], axis=1) for row in drawn]
-    if not all(sample.std(axis=1).all() for sample in samples):  # too rare to say how sure it is
-        return Interval(value, None, None)
-    low, high = np.quantile([np.corrcoef(sample)[0, 1] for sample in samples], [0.025, 0.975])
-    return Interval(value, float(low), float(high))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks, of equals their mean."""
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[where]
-
-
-def _types(texts: list[str], depths: np.ndarray) -> list[tuple[str, float, int]]:
-    """Token types that occur often enough, from most to least processed: text, mean depth, occurrences."""
-    seen: dict[str, list[int]] = {}
+def token_types(texts: list[str], depths: np.ndarray) -> list[tuple[str, float, int]]:
+    """Return token types that occur often enough, from most to least processed: text, mean depth, occurrences."""
+    depths_of: dict[str, list[int]] = {}
     for text, depth in zip(texts, depths.tolist(), strict=True):
-        seen.setdefault(text, []).append(depth)
-    types = [(text, round(sum(d) / len(d), 3), len(d)) for text, d in seen.items() if len(d) >= MIN_COUNT]
+        depths_of.setdefault(text, []).append(depth)
+    types = []
+    for text, values in depths_of.items():
+        if len(values) >= MIN_COUNT:
+            types.append((text, round(sum(values) / len(values), 3), len(values)))
     return sorted(types, key=lambda entry: (-entry[1], -entry[2], entry[0]))
 
 
 def _digits(mask: Tensor) -> str:
-    return "".join("1" if chosen else "0" for chosen in mask.tolist())
+    return "".join("1" if is_chosen else "0" for is_chosen in mask.tolist())
+
+
+def _rounded_rows(rows: Tensor) -> list[list[Any]]:
+    return [_rounded(row) for row in rows]
 
 
 def _rounded(values: Tensor) -> list[Any]:
-    """Four digits, and None for what is no number: JSON has no other way to say so."""
+    """Round to four digits. NaN and infinity become None, because JSON has no numbers for them."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -10,7 +10,7 @@ from corpora import TINY, call, documents, write_folder
 import mixdepth
 from mixdepth.cli import main
 from mixdepth.data.corpus import load_corpus
-from mixdepth.evaluation.held_out import interval
+from mixdepth.evaluation.intervals import interval
 
 
 @pytest.fixture(scope="module")

@@ -84,5 +84,5 @@ def test_another_file_with_the_same_name_is_not_evaluated_instead(task, models, 
     with pytest.raises(ValueError, match=r"which_end.yaml' and .*other.yaml' both say task: which_end: rename one"):
         evaluate_tasks(models[:1], [task])
     (tmp_path / "further/other.yaml").write_text("task:\n  - which_end\n")
-    with pytest.raises(ValueError, match=r"other.yaml' is no task of lm_eval: it has no line 'task: NAME'"):
+    with pytest.raises(ValueError, match=r"other.yaml' is not a task of lm_eval: it has no line 'task: NAME'"):
         evaluate_tasks(models[:1], [str(tmp_path / "further/other.yaml")])

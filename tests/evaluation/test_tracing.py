@@ -13,7 +13,8 @@ from variants import VARIANTS
 import mixdepth
 from mixdepth.data.tokenizers import byte_tokenizer
 from mixdepth.evaluation.held_out import evaluate
-from mixdepth.evaluation.tracing import MAX_TOKENS, _types, rank_correlation, trace_tokens
+from mixdepth.evaluation.intervals import rank_correlation
+from mixdepth.evaluation.tracing import MAX_TOKENS, token_types, trace_tokens
 
 BYTES = byte_tokenizer()
 
@@ -121,4 +122,4 @@ def test_the_rank_correlation_is_spearmans_with_an_interval_around_it():
 
 def test_token_types_are_ranked_by_their_mean_depth_if_they_occur_often_enough():
     texts = ["a", "b", "a", "b", "a", "b", "c"]
-    assert _types(texts, np.array([2, 0, 2, 1, 2, 0, 2])) == [("a", 2.0, 3), ("b", 0.333, 3)]
+    assert token_types(texts, np.array([2, 0, 2, 1, 2, 0, 2])) == [("a", 2.0, 3), ("b", 0.333, 3)]

@@ -1,6 +1,7 @@
 """The routing page, in a real browser."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_every_token_is_there_as_text_and_shaded_by_its_depth(opened, trace):
 
 @needs_browser
 def test_a_token_that_is_markup_is_a_token(browser, trace, tmp_path):
-    file = write_page(trace._replace(tokens=[ATTACK, *trace.tokens[1:]]), tmp_path / "page.html")
+    file = write_page(replace(trace, tokens=[ATTACK, *trace.tokens[1:]]), tmp_path / "page.html")
     page = browser.new_page()
     alerts = []
     page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
@@ -281,7 +282,7 @@ def test_4096_tokens_open_and_answer(opened, browser, model, tmp_path):
 
 
 def test_text_cannot_leave_its_script_element(trace):
-    section = routing_section(trace._replace(tokens=[ATTACK, *trace.tokens[1:]]))
+    section = routing_section(replace(trace, tokens=[ATTACK, *trace.tokens[1:]]))
     assert section.count("<script") == 1
     assert section.count("</script") == 1
     assert "<b>" not in section
