@@ -107,11 +107,13 @@ def test_the_pages_make_targets_exist(page):
 
 @every_page
 def test_the_tests_that_a_page_names_exist(page):
-    sources = {path.stem: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-    for file, test in re.findall(r"`(?:tests/)?(test_\w+)\.py(?:::(\w+))?`", page.read_text()):
+    text = page.read_text()
+    folder = ROOT / "tests"
+    sources = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("test_*.py")}
+    for file, test in re.findall(r"`(?:tests/)?([\w/]*test_\w+\.py)(?:::(\w+))?`", text):
         assert file in sources, file
         assert not test or f"def {test}(" in sources[file], test
-    for test in re.findall(r"`(test_\w+)`", page.read_text()):
+    for test in re.findall(r"`(test_\w+)`", text):
         assert any(f"def {test}(" in source for source in sources.values()), test
 
 
