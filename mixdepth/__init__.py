@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mixdepth.config import DepthConfig as DepthConfig
     from mixdepth.conversion.converting import Conversion as Conversion
     from mixdepth.conversion.converting import convert as convert
-    from mixdepth.conversion.importance import fit_routers as fit_routers
+    from mixdepth.conversion.fitting_routers import fit_routers as fit_routers
     from mixdepth.conversion.importance import layer_costs as layer_costs
     from mixdepth.data.corpus import Corpus as Corpus
     from mixdepth.data.corpus import load_corpus as load_corpus
@@ -79,7 +79,7 @@ PLACES = {
     "evaluate": "mixdepth.evaluation.held_out",
     "evaluate_runs": "mixdepth.evaluation.comparison",
     "find_shape": "mixdepth.models.fresh",
-    "fit_routers": "mixdepth.conversion.importance",
+    "fit_routers": "mixdepth.conversion.fitting_routers",
     "generate": "mixdepth.sampling.generation",
     "layer_costs": "mixdepth.conversion.importance",
     "load": "mixdepth.models.loading",

@@ -1,4 +1,7 @@
-"""How much each layer of a pretrained model matters, and to which tokens: what can be spared is measured."""
+"""How much each layer of a pretrained model matters, and to which tokens: what can be spared is measured.
+
+Shapes: B rows of a batch, T tokens of a row.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,33 +12,25 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
-from mixdepth.config import DepthConfig, Target
+from mixdepth.config import Target
 from mixdepth.evaluation.batches import evaluating
 from mixdepth.hf.architectures import check_supported, decoder_layers
 from mixdepth.hf.install import route, unroute
-from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.modes import lookahead
-from mixdepth.router import Router, inverse_size
 
 PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
-"""The submodule of a layer whose output is what a target adds to the stream; a block's output is the stream itself."""
-RIDGE = 0.01
-"""Of the fit of routers, relative to the variance of what they read."""
-FEWEST_TOKENS = 2
-"""That it needs, for each weight of a router."""
-SINK_WEIGHT = 0.5
-"""What the first token of a row counts in that fit, against all of the row: one of hundreds would not be heard."""
+"""The submodule of a layer whose output a target adds to the stream. The output of a block is the stream itself."""
 
 
 @torch.no_grad()
 def layer_costs(
     model: Any, batches: Iterable[Tensor], capacity: float = 0.5, target: Target = "block"
 ) -> dict[int, float]:
-    """What each layer's absence costs: nats per token by which the loss on these token ids (B, T) rises when that layer
-    alone processes only the `capacity` tokens of each row that it moves most, and the first: see `fit_routers`.
+    """Measure what the absence of each layer costs, in nats per token, on these token ids (B, T).
 
-    How far a layer moves a token is known only after it ran, so this is no routing rule; it is what a router can hope
-    to learn. The model is left as it was.
+    It is the rise of the loss when that layer alone processes only the `capacity` tokens of each row that it moves
+    most, and the first token (see `fit_routers`). How far a layer moves a token is known only after it ran, so this is
+    not a routing rule; it is what a router can hope to learn. The model is left as it was.
     """
     check_supported(model)
     batches = list(batches)
@@ -43,10 +38,18 @@ def layer_costs(
         raise ValueError("there is nothing to measure on: batches is empty")
     settings: Any = {"capacity": capacity, "target": target, "gate": "one", "causal": "threshold"}
     with evaluating(model):
-        found = [_moves(model, batch, target) for batch in batches]
-        weights = torch.tensor([float(batch.shape[0] * (batch.shape[1] - 1)) for batch in batches])  # predicted tokens
-        weights /= weights.sum()
-        before = (torch.stack([loss for loss, _ in found]).cpu() * weights).sum()
+        # 1. Measure the dense model: its loss, and how far its layers move each token.
+        dense_losses = []  # scalars, one for each batch
+        moves_of_batches = []
+        for batch in batches:
+            loss, moves = moves_of_layers(model, batch, target)
+            dense_losses.append(loss)
+            moves_of_batches.append(moves)
+        num_predicted = [float(batch.shape[0] * (batch.shape[1] - 1)) for batch in batches]
+        shares = torch.tensor(num_predicted)  # (batches,)
+        shares /= shares.sum()
+        dense_loss = (torch.stack(dense_losses).cpu() * shares).sum()
+        # 2. Route one layer after the other, by how far it moves tokens, and measure the loss again.
         costs = {}
         for index in tqdm(range(len(decoder_layers(model))), desc="measuring layers", unit="layer", leave=False):
             routed = route(model, layers=(index,), **settings)
@@ -54,147 +57,57 @@ def layer_costs(
             losses = []
             try:
                 with lookahead(routed):
-                    for batch, (_, moves) in zip(batches, found, strict=True):
-                        router.score = _constant(_wanted(moves[index]))  # type: ignore[method-assign,assignment]
+                    for batch, moves in zip(batches, moves_of_batches, strict=True):
+                        router.score = _constant(importance_of(moves[index]))  # type: ignore[method-assign,assignment]
                         losses.append(_loss(routed, batch))
             finally:
                 unroute(routed)
-            costs[index] = ((torch.stack(losses).cpu() * weights).sum() - before).item()
+            costs[index] = ((torch.stack(losses).cpu() * shares).sum() - dense_loss).item()
     if not all(map(math.isfinite, costs.values())):
-        raise ValueError("the model's loss on this text is no number: its layers cannot be measured")
+        raise ValueError("the loss of the model on this text is not a number: its layers cannot be measured")
     return costs
 
 
 def cheapest(costs: dict[int, float], number: int) -> tuple[int, ...]:
-    """The layers that cost least, in order.
+    """Return the layers that cost least, in the order of the stack.
 
     >>> cheapest({0: 0.5, 1: 0.1, 2: 0.3, 3: 0.2}, 2)
     (1, 3)
     """
-    return tuple(sorted(sorted(costs, key=costs.__getitem__)[:number]))
+    by_cost = sorted(costs, key=costs.__getitem__)
+    return tuple(sorted(by_cost[:number]))
 
 
-def windows_to_fit(model: Any, context: int) -> int:
-    """How many windows the routers of this model can be fitted on, at least."""
-    width: int = model.config.get_text_config(decoder=True).hidden_size
-    return math.ceil(FEWEST_TOKENS * width / context)
+def importance_of(moves: Tensor) -> Tensor:
+    """Return how much a layer should not miss each token (B, T), from how far it moves it (B, T).
 
-
-@torch.no_grad()
-def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
-    """Start the routers of a converted model where they rank tokens by how far their layer moves them.
-
-    A least-squares fit on these token ids (B, T) to the logarithm of the moves, with the first token of each row at the
-    top: it hardly moves, but it is the sink that others attend to for want of anything else, and without it
-    attention breaks. The model is at capacity 1 and its gate is 1 whatever the score, so that it computes what it did.
+    The first token of a row comes before all others. It hardly moves, but it is the sink that other tokens attend to
+    when there is nothing else to attend to; without it attention breaks.
     """
-    if not isinstance(model, RoutedCausalLM):
-        raise ValueError(f"{type(model).__name__} is not a routed language model: call mixdepth.route first")
-    check_fit(model.depth_config)
-    routers = dict(zip(model.deciding_layers, model.depth_routers, strict=True))
-    if any(router.capacity != 1 for router in routers.values()):
-        raise ValueError("routers are fitted before a model comes down in capacity: set its capacity to 1")
-    sums: dict[int, Tensor] = {}
-    batches = list(batches)
-    num_tokens, width = sum(batch.numel() for batch in batches), model.depth_routers[0].projection.in_features
-    if num_tokens < FEWEST_TOKENS * width:
-        raise ValueError(
-            f"{num_tokens} tokens are too few to fit the {width} weights of a router: give at least "
-            f"{FEWEST_TOKENS * width}"
-        )
-    with evaluating(model), lookahead(model):
-        for batch in tqdm(batches, desc="fitting routers", unit="batch", leave=False):
-            streams: dict[int, Tensor] = {}
-            try:
-                for index, router in routers.items():
-                    router.score = _recording(router, streams, index)  # type: ignore[method-assign,assignment]
-                _, moves = _moves(model, batch, model.depth_config.target)
-            finally:
-                for router in routers.values():
-                    del router.score
-            for index, x in streams.items():
-                sums[index] = sums.get(index, 0) + _products(x, moves[index])
-    for index, router in routers.items():
-        weights = _least_squares(sums[index])
-        if not weights.isfinite().all():
-            raise ValueError(
-                f"layer {index} gives values on this text that are no numbers: its router cannot be fitted"
-            )
-        router.projection.weight.copy_(weights[None])
+    sink = moves.amax(1, keepdim=True)  # (B, 1)
+    return torch.cat([sink, moves[:, 1:]], 1)
 
 
-def check_fit(depth: DepthConfig) -> None:
-    """Refuse to fit routers where their scores have no say, or would change what a pretrained model computes."""
-    if depth.scheme != "expert_choice":
-        raise ValueError(f"routers are fitted for scheme='expert_choice', not for {depth.scheme!r}: leave out fit")
-    if depth.causal == "aux_loss":
-        raise ValueError("causal='aux_loss' cuts scores at 0, which fitted ones are not around: use causal='threshold'")
-    if depth.experts is not None:
-        raise ValueError(f"routers of models with experts={depth.experts!r} are not fitted: leave out fit")
-    if depth.gate not in ("straight", "one"):
-        raise ValueError(
-            f"gate={depth.gate!r} is not 1 for every score: fitted routers need gate='straight', or the model would no "
-            "longer compute what it did"
-        )
-
-
-def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callable[[Tensor], Tensor]:
-    """The router's own score, which keeps what it was given, as the router reads it (B, T, D)."""
-    score = router.score
-
-    def record(x: Tensor) -> Tensor:
-        read = x.to(torch.promote_types(x.dtype, torch.float32))
-        streams[index] = read if router.router_input == "stream" else read * inverse_size(read)[..., None]
-        return score(x)
-
-    return record
-
-
-def _products(x: Tensor, moves: Tensor) -> Tensor:
-    """(D + 2, D + 2): the weighted sums of all products of what a router reads (B, T, D), the logarithm of the
-    moves (B, T) and 1."""
-    wanted = _wanted(moves).clamp(min=1e-9).log()
-    weight = torch.ones_like(wanted)
-    weight[:, 0] = SINK_WEIGHT * wanted.shape[1]
-    rows = torch.cat([x, wanted[..., None], torch.ones_like(wanted)[..., None]], -1) * weight.sqrt()[..., None]
-    rows = rows.flatten(0, 1).double()
-    return rows.T @ rows
-
-
-def _least_squares(products: Tensor) -> Tensor:
-    """(D,): the weights whose scores come nearest to what was wanted, taken with a variance of 1."""
-    number = products[-1, -1]
-    means = products[-1] / number
-    covariance = products / number - means.outer(means)
-    width = len(products) - 2
-    size = covariance.diagonal()[:width].mean()
-    ridge = RIDGE * size * torch.eye(width, dtype=products.dtype, device=products.device)
-    spread = covariance[width, width].sqrt().clamp(min=1e-9)
-    weights: Tensor = torch.linalg.solve(covariance[:width, :width] + ridge, covariance[:width, width] / spread)
-    return weights
-
-
-def _wanted(moves: Tensor) -> Tensor:
-    """Which tokens a layer should not miss: those that it moves most, and before them the sink, the first of a row."""
-    return torch.cat([moves.amax(1, keepdim=True), moves[:, 1:]], 1)
-
-
-def _moves(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and for each layer how far it moves each token (B, T), as a share of the token's own length."""
+def moves_of_layers(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss on a batch (B, T), and how far each layer moves each token, relative to its norm (B, T)."""
     moves: list[Tensor] = []
     streams: list[Tensor] = []
 
-    def remember(module: Any, args: Any, kwargs: Any) -> None:
+    def remember_input(module: Any, args: Any, kwargs: Any) -> None:
         streams.append(args[0] if args else kwargs["hidden_states"])
 
-    def compare(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        x, y = streams.pop().float(), (out[0] if isinstance(out, tuple) else out).float()
-        moves.append((y - x if target == "block" else y).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-6))
+    def compare_output(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        output = out[0] if isinstance(out, tuple) else out
+        x = streams.pop().float()  # (B, T, D)
+        y = output.float()  # (B, T, D)
+        move = y - x if target == "block" else y
+        moves.append(move.norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-6))
 
     handles: list[RemovableHandle] = []
     for layer in decoder_layers(model):
-        handles.append(layer.register_forward_pre_hook(remember, with_kwargs=True))
-        handles.append(layer.get_submodule(PARTS[target]).register_forward_hook(compare, with_kwargs=True))
+        part = layer.get_submodule(PARTS[target])
+        handles.append(layer.register_forward_pre_hook(remember_input, with_kwargs=True))
+        handles.append(part.register_forward_hook(compare_output, with_kwargs=True))
     try:
         return _loss(model, batch), moves
     finally:

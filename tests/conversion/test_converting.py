@@ -186,7 +186,7 @@ def test_routers_are_fitted_before_the_capacity_falls():
         mixdepth.fit_routers(dense(), [token_ids()])
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="layer 1 gives values on this text that are no numbers"):
+    with pytest.raises(ValueError, match="the values of layer 1 on this text are not finite"):
         mixdepth.fit_routers(model, [token_ids(4, 32)])
 
 
@@ -226,7 +226,7 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
         (
             {"layers": (1,)},
             {"choose": "auto", "corpus": "nowhere"},
-            r"layers=\[1\] has no meaning beside choose='auto'",
+            r"layers=\[1\] has no meaning next to choose='auto'",
         ),
         (
             {"capacity": (0.5, 0.25)},
@@ -246,7 +246,7 @@ def test_a_card_tells_how_the_model_is_routed_and_how_to_load_it(pretrained, tmp
         (
             {"causal": "aux_loss", "gate": "straight"},
             {"fit": True, "corpus": "nowhere"},
-            "causal='aux_loss' cuts scores at 0, which fitted ones are not around",
+            "causal='aux_loss' compares scores with 0, and fitted scores do not lie around 0",
         ),
         ({"capacity": 1.0}, {}, "capacity=1 leaves nothing to come down to"),
         (
@@ -381,7 +381,7 @@ def test_a_loss_that_is_no_number_measures_nothing(pretrained, tmp_path):
     model = dense()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="the model's loss on this text is no number"):
+    with pytest.raises(ValueError, match="the loss of the model on this text is not a number"):
         mixdepth.layer_costs(model, [token_ids()])
 
 
