@@ -62,6 +62,14 @@ class RoutedCacheLayer(CacheLayerMixin):
             self.lengths[row] += count
         return CacheWrite(self, rows, where)
 
+    def advance(self, num_tokens: int) -> None:
+        """Count the tokens of a step as seen, whether the layer stored them or not."""
+        self.seen += num_tokens
+
+    def forbid_continuation(self) -> None:
+        """Refuse later steps: look-ahead passed by and stored nothing."""
+        self.is_incomplete = True
+
     def num_bytes(self) -> int:
         """Bytes of the stored keys and values, without the room made ahead."""
         if self.keys is None or self.values is None:
