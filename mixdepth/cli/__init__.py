@@ -1,7 +1,6 @@
-"""The command line: verbs to functions; what a verb needs is imported by the verb.
+"""The command line. Each verb is parsed here and runs a function, which imports what it needs.
 
-`models` has the verbs that make and use models, `study` those of the comparison at equal FLOPs, `show` those that
-show and measure; `flags` makes flags of settings.
+Parsing imports settings and nothing else, so that `--help` answers in a tenth of a second.
 """
 
 import argparse
@@ -10,25 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mixdepth.cli import model_verbs as models
-from mixdepth.cli import show_verbs as show
-from mixdepth.cli import study_verbs as study
+from mixdepth.cli import model_verbs, show_verbs, study_verbs, training_verbs
+from mixdepth.cli.flags import HelpFormatter
 
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line, with all its verbs."""
-    parser = argparse.ArgumentParser(
-        prog="mixdepth", description="Mixture-of-Depths transformers on PyTorch and Hugging Face."
-    )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
-    verbs = parser.add_subparsers(dest="verb", metavar="verb")
-    for add in (*show.VERBS, *models.VERBS, study.add_isoflop):
-        add(verbs)
-    return parser
+BADLY_USED = 2
+"""Exit code of a command that was given something it cannot work with."""
+INTERRUPTED = 130
+"""Exit code of a command that was stopped with Ctrl-C, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser()
+    """Run one command and return its exit code."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+
+    # 1. Parse. Nothing heavy has been imported so far.
+    parser = make_parser(shows_all="--help-all" in arguments)
     options = vars(parser.parse_args(arguments))
     if options.pop("version"):
         from mixdepth.version import __version__
@@ -37,23 +33,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.pop("verb") is None:
         parser.print_help()
-        return 2
-    run = options.pop("run")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
-        logging.ERROR
-    )  # its advice is not for this command's user
-    from transformers.utils.logging import disable_progress_bar
+        return BADLY_USED
 
-    from mixdepth.files import explained
+    # 2. Silence other libraries, before the verb imports them.
+    _silence_other_libraries()
 
-    disable_progress_bar()  # ours is the only one
+    # 3. Run the verb. Errors that a user can mend are printed in one line, by the first process only.
+    run_verb = options.pop("run")
     try:
-        run(**options)
+        run_verb(**options)
     except (ValueError, OSError) as error:
+        from mixdepth.files import explained
+
         if os.environ.get("RANK", "0") == "0":
             print(f"mixdepth: {explained(error)}", file=sys.stderr)
-        return 2
+        return BADLY_USED
     except KeyboardInterrupt:
-        print("mixdepth: stopped; what was finished is kept", file=sys.stderr)
-        return 130
+        print("mixdepth: stopped; finished work is kept", file=sys.stderr)
+        return INTERRUPTED
     return 0
+
+
+def make_parser(*, shows_all: bool = False) -> argparse.ArgumentParser:
+    """Make the parser of all verbs. With `shows_all` the help of each verb shows its rarely used settings too."""
+    parser = argparse.ArgumentParser(
+        prog="mixdepth",
+        usage="mixdepth VERB ...",
+        description="Mixture-of-Depths transformers on PyTorch and Hugging Face.",
+        epilog="`mixdepth VERB --help` describes one verb.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    training_verbs.add_verbs(verbs, shows_all=shows_all)
+    model_verbs.add_verbs(verbs, shows_all=shows_all)
+    show_verbs.add_verbs(verbs, shows_all=shows_all)
+    study_verbs.add_verbs(verbs, shows_all=shows_all)
+    return parser
+
+
+def _silence_other_libraries() -> None:
+    """Turn off progress bars of transformers, which would mix with ours, and the advice of bitsandbytes."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when transformers is imported
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

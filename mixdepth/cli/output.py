@@ -1,20 +1,29 @@
-"""What commands print, and the files that they write their numbers to."""
+"""Printing results, and writing them to a file as JSON."""
 
 from pathlib import Path
 from typing import Any
 
 from mixdepth.files import as_json, without_nan, write_json
 
+SCREEN = "-"
+"""The file name by which `--json` prints the numbers in place of the table."""
 
-def tell_numbers(text: str, numbers: Any, file: str | None) -> None:
-    """Print a text, and write its numbers to a file too; to the file `-` they are printed instead."""
+
+def print_numbers(table: str, numbers: Any, file: str | None) -> None:
+    """Print a table, and write its numbers to a file if one is given."""
     numbers = without_nan(numbers)
-    print(as_json(numbers) if file == "-" else text, end="" if file == "-" else "\n")
-    if file not in (None, "-"):
+    if file == SCREEN:
+        print(as_json(numbers), end="")
+        return
+    print(table)
+    if file is not None:
         write_json(file, numbers)
 
 
 def check_file(file: str | None) -> None:
-    """Refuse a file for numbers that could not be written, before they are worked out."""
-    if file not in (None, "-") and not Path(file).parent.is_dir():
-        raise ValueError(f"{file!r} cannot be written: there is no folder {str(Path(file).parent)!r}")
+    """Refuse a file that could not be written, before its numbers are computed."""
+    if file is None or file == SCREEN:
+        return
+    folder = Path(file).parent
+    if not folder.is_dir():
+        raise ValueError(f"{file!r} cannot be written: there is no folder {str(folder)!r}")
