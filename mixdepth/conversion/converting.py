@@ -93,41 +93,27 @@ def convert(
     """
     # 1. Check the arguments, as far as that is possible before the model is loaded.
     name = str(name)
-    check_name(out)
-    folder = Path(out).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{str(folder)!r} exists already: choose another --out")
+    folder = _check_folder(out)
     if choose not in (None, "auto"):
         raise ValueError(f"choose must be auto, or be left out, not {choose!r}")
     if windows is not None:
         check_integer("windows", windows, minimum=1)
     if context is not None:
         check_integer("context", context, minimum=2)
-    # 2. Load the model, and check whether it can have this routing.
+    # 2. Load the model.
     loaded = load(name)
     model = loaded.model
     check_whole(name, loaded, context or 1)
-    is_routed = isinstance(model, RoutedCausalLM)
+    # 3. Route it, or take out the routers that are there.
     conversion = None
     if depth is None:
         if choose is not None or fit:
             flag = "fit" if fit else "choose"
             raise ValueError(f"a plain model has no routed layers to {flag}: leave out {flag}, or --dense")
-        # 3. Without routing: take out the routers that are there.
-        if is_routed:
+        if isinstance(model, RoutedCausalLM):
             model = unroute(model)
     else:
-        check_exact(depth)
-        if depth.capacity == 1:
-            raise ValueError("capacity=1 leaves nothing to come down to: choose a lower one")
-        if is_routed:
-            raise ValueError(f"{name!r} is routed already: take its routers out first, with --dense")
-        check_settings(model, depth)
-        if choose is not None:
-            check_open(depth)
-        if fit:
-            check_fit(depth)
-        # 3. With routing: choose the layers, route them at capacity 1, and fit their routers.
+        _check_routing(name, model, depth, choose, fit)
         costs = None
         batches: list[Tensor] = []  # (4, context) each; the last may have fewer rows
         if choose is not None or fit:
@@ -153,6 +139,29 @@ def convert(
         write_card(aside, folder.name, model, name, facts, {})
         write_digests(aside)
     return conversion
+
+
+def _check_folder(out: str | Path) -> Path:
+    """Refuse a folder that holds something already; return its absolute path."""
+    check_name(out)
+    folder = Path(out).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{str(folder)!r} exists already: choose another --out")
+    return folder
+
+
+def _check_routing(name: str, model: Any, depth: DepthConfig, choose: str | None, fit: bool) -> None:
+    """Refuse a routing that this model cannot have, or that would not be exact."""
+    check_exact(depth)
+    if depth.capacity == 1:
+        raise ValueError("capacity=1 leaves nothing to come down to: choose a lower one")
+    if isinstance(model, RoutedCausalLM):
+        raise ValueError(f"{name!r} is routed already: take its routers out first, with --dense")
+    check_settings(model, depth)
+    if choose is not None:
+        check_open(depth)
+    if fit:
+        check_fit(depth)
 
 
 def _number_of_windows(windows: int | None, least: int) -> int:
