@@ -1,4 +1,4 @@
-"""A routed model against a dense one on this machine: tokens per second, cache bytes, and their limits."""
+"""The speed of a routed model against a dense one on this machine: tokens per second, cache bytes, and their limits."""
 
 from typing import TYPE_CHECKING
 

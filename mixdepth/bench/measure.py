@@ -1,4 +1,4 @@
-"""`measure_speed`: a routed model against a dense one, on this machine: training, prefill, decoding, cache."""
+"""`measure_speed`: training, prefill, decoding and cache of a routed model against a dense one, on this machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mixdepth import schemes
 from mixdepth.bench.bounds import Work, decode_work, last_logits, prefill_work, share_taken, step_work, tokens_taken
 from mixdepth.bench.speeds import Cache, Machine, Speed, Speeds
 from mixdepth.bench.timing import Spread, decode_in_turns, interleave, memory_bandwidth
@@ -18,8 +19,11 @@ from mixdepth.machine import describe_machine, matmul_peak
 from mixdepth.models.loading import positions
 from mixdepth.router import Chooser
 
-SHORT, LONG, TRAINED = 16, 1000, 512
-"""Tokens in the usual prompts and training windows, if the model takes as many."""
+SHORT_PROMPT = 16
+LONG_PROMPT = 1000
+TRAIN_CONTEXT = 512
+"""Numbers of tokens in prompts and training windows by default, if the model takes as many."""
+
 ANCESTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "temperature": 1.0}
 """Sampling from the model's own distribution, with nothing on top of it that would take time."""
 
@@ -37,22 +41,32 @@ def measure_speed(
     repeats: int = 5,
     notes: Sequence[str] = (),
 ) -> Speeds:
-    """Time two causal language models against each other, and count what they cannot do without.
+    """Time two causal language models against each other, and count the least work that each of them has.
 
-    A training step (forward, backward, AdamW) over `train_batch_size` windows of `train_context` tokens; none at a
-    `train_batch_size` of 0. Prefill of the longest of the `prompts`, and decoding of `new_tokens` after each of them by
-    generate(), in each of the `batch_sizes`. Windows have 512 tokens and prompts 16 and 1,000, or as many as the models
-    have positions for. They are cut from `text` (tokens,), and are random without it.
+    Three things are timed:
 
-    Models take turns, after a round that warms up. Both are left as they were.
+    - a training step (forward, backward, AdamW) over `train_batch_size` windows of `train_context` tokens, unless
+      `train_batch_size` is 0;
+    - prefill of the longest of the `prompts` (lengths), in each of the `batch_sizes`;
+    - decoding of `new_tokens` after each of the `prompts` by generate(), in each of the `batch_sizes`.
+
+    By default windows have 512 tokens and prompts 16 and 1,000, or as many as the models have positions for. They are
+    cut from `text` (tokens,), or are random. The models take turns, after a round that warms up. Both are left as they
+    were.
     """
+    # 1. Fill in the lengths, and check them.
     models = {"dense": dense, "routed": routed}
     room = min(positions(unwrapped(model)) for model in models.values())
-    prompts = _prompts(room, new_tokens) if prompts is None else prompts
-    train_context = min(TRAINED, room) if train_context is None else train_context
+    if prompts is None:
+        prompts = _default_prompts(room, new_tokens)
+    if train_context is None:
+        train_context = min(TRAIN_CONTEXT, room)
     _check(batch_sizes, prompts, new_tokens, train_batch_size, train_context, repeats, room)
     cut = _cutter(text, models)
-    num_comparisons = (train_batch_size > 0) + len(batch_sizes) * (1 + len(prompts))
+    # 2. Time one thing after the other.
+    num_comparisons = len(batch_sizes) * (1 + len(prompts))
+    if train_batch_size:
+        num_comparisons += 1
     rows = []
     with (
         tqdm(total=2 * (repeats + 1) * num_comparisons, desc="training step", leave=False) as bar,
@@ -67,16 +81,23 @@ def measure_speed(
             for batch_size in batch_sizes:
                 for length in lengths:
                     rows.append(measure(models, cut(batch_size, length), new_tokens, repeats, bar))
-    about = {
-        kind: {"class": type(unwrapped(m)).__name__, "parameters": unwrapped(m).num_parameters()}
-        for kind, m in models.items()
-    }
-    return Speeds(_machine(dense), about, repeats, rows, [*notes, *_notes(unwrapped(routed))])
+    # 3. Say what was measured on what.
+    descriptions = {}
+    for kind, model in models.items():
+        plain = unwrapped(model)
+        descriptions[kind] = {"class": type(plain).__name__, "parameters": plain.num_parameters()}
+    return Speeds(
+        machine=_machine(dense),
+        models=descriptions,
+        repeats=repeats,
+        rows=rows,
+        notes=[*notes, *_notes(unwrapped(routed))],
+    )
 
 
-def _prompts(room: int, new_tokens: int) -> list[int]:
+def _default_prompts(room: int, new_tokens: int) -> list[int]:
     longest = max(1, room - new_tokens - 1)
-    return sorted({min(SHORT, longest), min(LONG, longest)})
+    return sorted({min(SHORT_PROMPT, longest), min(LONG_PROMPT, longest)})
 
 
 def _check(
@@ -107,7 +128,7 @@ def _check(
 
 
 def _cutter(text: Tensor | None, models: dict[str, Any]) -> Callable[[int, int], Tensor]:
-    """A function that cuts so many windows of a length from the text, evenly spaced: (number, length)."""
+    """Return a function that cuts a number of evenly spaced windows of a length from the text: (number, length)."""
     vocab_size = min(m.config.get_text_config(decoder=True).vocab_size for m in models.values())
     device = next(models["dense"].parameters()).device
 
@@ -120,7 +141,7 @@ def _cutter(text: Tensor | None, models: dict[str, Any]) -> Callable[[int, int],
         starts = torch.linspace(0, len(text) - length, number).long().tolist()
         windows = torch.stack([text[start : start + length] for start in starts]).long()
         if windows.max() >= vocab_size:
-            raise ValueError(f"the text has a token {windows.max()}, and the models know {vocab_size}")
+            raise ValueError(f"the text has a token {windows.max()}, and the models have {vocab_size} tokens")
         return windows.to(device)
 
     return cut
@@ -137,22 +158,23 @@ def _training_step(models: dict[str, Any], ids: Tensor, repeats: int, bar: tqdm)
                 f"the {kind} model is in float16, in which a training step overflows: leave training out "
                 "(train_batch_size=0), or load it in float32 or bfloat16"
             )
-    with _trained_in_vain(models["dense"]) as dense_step, _trained_in_vain(models["routed"]) as routed_step:
+    with _training_steps(models["dense"]) as dense_step, _training_steps(models["routed"]) as routed_step:
         steps = {"dense": lambda: dense_step(ids), "routed": lambda: routed_step(ids)}
         seconds = interleave(steps, repeats, bar)
     plain = {kind: unwrapped(model) for kind, model in models.items()}
     works = {kind: step_work(model, *ids.shape) for kind, model in plain.items()}
     capacities = [router.capacity for router in getattr(plain["routed"], "depth_routers", ())]
-    taken = sum(capacities) / len(capacities) if capacities else None
-    return _compared("training step", ids, ids.numel(), seconds, works, taken)
+    share = sum(capacities) / len(capacities) if capacities else None
+    return _comparison("training step", ids, ids.numel(), seconds, works, share)
 
 
 @contextmanager
-def _trained_in_vain(model: Any) -> Iterator[Callable[[Tensor], None]]:
-    """A function that takes a training step; at a learning rate of 0 it changes no weight."""
+def _training_steps(model: Any) -> Iterator[Callable[[Tensor], None]]:
+    """Give a function that takes a training step at a learning rate of 0, so that it changes no weight."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     choosers = [module for module in model.modules() if isinstance(module, Chooser)]
-    gradients, observed = [parameter.grad for parameter in parameters], [chooser.observed for chooser in choosers]
+    gradients = [parameter.grad for parameter in parameters]
+    observed = [chooser.observed for chooser in choosers]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
     optimizer.zero_grad()
 
@@ -176,40 +198,50 @@ def _trained_in_vain(model: Any) -> Iterator[Callable[[Tensor], None]]:
 def _prefill(models: dict[str, Any], ids: Tensor, new_tokens: int, repeats: int, bar: tqdm) -> Speed:
     plain = {kind: unwrapped(model) for kind, model in models.items()}
 
-    def run(kind: str) -> Callable[[], object]:
+    def prefill(kind: str) -> Callable[[], object]:
         return lambda: models[kind](input_ids=ids, use_cache=True, **last_logits(plain[kind]))
 
-    seconds = interleave({kind: run(kind) for kind in models}, repeats, bar)
-    taken = {kind: tokens_taken(model, ids) for kind, model in plain.items()}
-    works = {kind: prefill_work(model, taken[kind]) for kind, model in plain.items()}
-    share = share_taken(plain["routed"], taken["routed"])
-    return _compared("prefill", ids, ids.numel(), seconds, works, share)
+    seconds = interleave({kind: prefill(kind) for kind in models}, repeats, bar)
+    masks = {kind: tokens_taken(model, ids) for kind, model in plain.items()}
+    works = {kind: prefill_work(model, masks[kind]) for kind, model in plain.items()}
+    share = share_taken(plain["routed"], masks["routed"])
+    return _comparison("prefill", ids, ids.numel(), seconds, works, share)
 
 
 def _decode(models: dict[str, Any], prompt: Tensor, new_tokens: int, repeats: int, bar: tqdm) -> Speed:
-    found = decode_in_turns(models, prompt, new_tokens, repeats, bar=bar, **ANCESTRAL)
-    plain = {kind: unwrapped(model) for kind, model in models.items()}
-    taken = {kind: tokens_taken(model, found[kind][-1].ids[:, :-1]) for kind, model in plain.items()}
-    length, caches = prompt.shape[1], {kind: texts[-1].cache for kind, texts in found.items()}
-    works = {kind: decode_work(model, taken[kind], length, caches[kind]) for kind, model in plain.items()}
-    num_tokens = len(prompt) * new_tokens
-    seconds = {kind: [num_tokens / text.tokens_per_second for text in texts] for kind, texts in found.items()}
-    share = share_taken(plain["routed"], [mask[:, length:] for mask in taken["routed"]])
-    speed = _compared("decode", prompt, num_tokens, seconds, works, share)
-    return speed._replace(cache=Cache(caches["dense"].held, caches["routed"].held, caches["routed"].allocated))
+    # 1. Decode in turns, and keep the last text of each model with its cache.
+    texts = decode_in_turns(models, prompt, new_tokens, repeats, bar=bar, **ANCESTRAL)
+    batch_size, length = prompt.shape
+    num_tokens = batch_size * new_tokens
+    seconds = {}
+    masks = {}
+    works = {}
+    caches = {}
+    for kind, model in models.items():
+        last = texts[kind][-1]
+        seconds[kind] = [num_tokens / text.tokens_per_second for text in texts[kind]]
+        caches[kind] = last.cache
+        # 2. Count the work of that text. Its last token has not been through the model.
+        masks[kind] = tokens_taken(unwrapped(model), last.ids[:, :-1])
+        works[kind] = decode_work(unwrapped(model), masks[kind], length, last.cache)
+    share = share_taken(unwrapped(models["routed"]), [mask[:, length:] for mask in masks["routed"]])
+    cache = Cache(dense=caches["dense"].held, routed=caches["routed"].held, routed_allocated=caches["routed"].allocated)
+    return _comparison("decode", prompt, num_tokens, seconds, works, share, cache)
 
 
-def _compared(
+def _comparison(
     what: str,
     ids: Tensor,
     num_tokens: int,
     seconds: dict[str, list[float]],
     works: dict[str, Work],
     taken: float | None,
+    cache: Cache | None = None,
 ) -> Speed:
+    """Turn the seconds of both models into speeds, and compare them pair by pair."""
     speeds = {kind: [num_tokens / s for s in values] for kind, values in seconds.items()}
     return Speed(
-        what,
+        what=what,
         batch_size=ids.shape[0],
         context=ids.shape[1],
         dense=Spread.of(speeds["dense"]),
@@ -219,22 +251,24 @@ def _compared(
         routed_work=works["routed"],
         taken=taken,
         seconds=Spread.of(seconds["dense"]).median,
+        cache=cache,
     )
 
 
 def _machine(model: Any) -> Machine:
-    parameter = next(model.parameters())
-    device, dtype = parameter.device, model.dtype
+    device = next(model.parameters()).device
     return Machine(
-        describe_machine(device),
-        str(dtype).removeprefix("torch."),
-        matmul_peak(device, dtype),
-        memory_bandwidth(device),
+        name=describe_machine(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        flops_per_second=matmul_peak(device, model.dtype),
+        bytes_per_second=memory_bandwidth(device),
     )
 
 
 def _notes(routed: Any) -> list[str]:
-    if not isinstance(routed, RoutedCausalLM) or not routed.depth_routers or routed.depth_config.scheme == "soft":
+    if not isinstance(routed, RoutedCausalLM) or not routed.depth_routers:
         return []
     is_whole = all(router.capacity == 1 for router in routed.depth_routers)
-    return ["the routed model stands at capacity 1: every token passes; mixdepth tune leads it down"] * is_whole
+    if not is_whole or schemes.processes_everything(routed.depth_config.scheme):
+        return []
+    return ["the routed model stands at capacity 1: every token passes; mixdepth tune leads it down"]

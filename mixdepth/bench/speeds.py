@@ -1,19 +1,40 @@
-"""What `measure_speed` found: comparisons of a routed model with a dense one, and their table."""
+"""The results of `measure_speed`: comparisons of a routed model with a dense one, and their table."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mixdepth.bench.bounds import Work
 from mixdepth.bench.timing import Spread
 from mixdepth.text import columns
 
+TITLES = (
+    "",
+    "batch",
+    "context",
+    "dense tokens/s",
+    "routed tokens/s",
+    "speed-up",
+    "by FLOPs",
+    "by bytes",
+    "taken",
+    "dense reaches",
+    "cache",
+    "allocated",
+)
+
 
 class Machine(NamedTuple):
-    """What the models ran on."""
+    """The machine that the models ran on, and what it can do at best."""
 
     name: str
     dtype: str
-    flops_per_second: float  # of a large matrix product
-    bytes_per_second: float  # of reading memory
+    flops_per_second: float
+    """FLOPs per second of a large matrix product."""
+    bytes_per_second: float
+    """Bytes that are read from memory per second."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._asdict()
 
 
 class Cache(NamedTuple):
@@ -23,11 +44,16 @@ class Cache(NamedTuple):
     routed: int
     routed_allocated: int
 
+    def to_dict(self) -> dict[str, int]:
+        return self._asdict()
 
-class Speed(NamedTuple):
-    """One comparison, in tokens per second of all rows together; and what it takes at least."""
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One comparison, in tokens per second of all rows together, with the least work of both models."""
 
     what: str
+    """`training step`, `prefill` or `decode`."""
     batch_size: int
     context: int
     """Tokens in a training window or in a prompt."""
@@ -38,36 +64,52 @@ class Speed(NamedTuple):
     dense_work: Work
     routed_work: Work
     taken: float | None
-    """The share of tokens that routed layers took: of the prompt, or of the new tokens; when training, as
-    configured. None if no layer is routed."""
+    """The share of tokens that routed layers took: tokens of the prompt in prefill, new tokens in decoding. In a
+    training step it is the configured capacity. None if no layer is routed."""
     seconds: float
-    """Of the dense model, the median."""
+    """The median seconds of the dense model."""
     cache: Cache | None = None
 
     @property
     def by_flops(self) -> float | None:
-        """The speed-up at which both models compute equally fast."""
+        """The speed-up if both models computed equally fast."""
         return _ratio(self.dense_work.flops, self.routed_work.flops)
 
     @property
     def by_bytes(self) -> float | None:
-        """The speed-up at which both models read equally fast."""
+        """The speed-up if both models read equally fast."""
         return _ratio(self.dense_work.bytes, self.routed_work.bytes)
 
     def share_of_peak(self, machine: Machine) -> float | None:
-        """How near the dense model comes to what the machine can do: in decoding to its bandwidth, else to its
-        matrix products."""
+        """Return the dense model's speed relative to the best of the machine.
+
+        In decoding this is the machine's memory bandwidth, else its speed in matrix products.
+        """
         if self.what == "decode":
             return _ratio(self.dense_work.bytes, self.seconds * machine.bytes_per_second)
         return _ratio(self.dense_work.flops, self.seconds * machine.flops_per_second)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {n: v._asdict() if isinstance(v, tuple) else v for n, v in self._asdict().items()}  # type: ignore
-        return {**values, "by_flops": self.by_flops, "by_bytes": self.by_bytes}
+        return {
+            "what": self.what,
+            "batch_size": self.batch_size,
+            "context": self.context,
+            "dense": self.dense.to_dict(),
+            "routed": self.routed.to_dict(),
+            "speed_up": self.speed_up.to_dict(),
+            "dense_work": self.dense_work.to_dict(),
+            "routed_work": self.routed_work.to_dict(),
+            "taken": self.taken,
+            "seconds": self.seconds,
+            "cache": None if self.cache is None else self.cache.to_dict(),
+            "by_flops": self.by_flops,
+            "by_bytes": self.by_bytes,
+        }
 
 
-class Speeds(NamedTuple):
-    """A routed model beside a dense one."""
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """A routed model and a dense one, compared in several ways."""
 
     machine: Machine
     models: dict[str, dict[str, Any]]
@@ -77,39 +119,66 @@ class Speeds(NamedTuple):
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [{**row.to_dict(), "dense_share_of_peak": row.share_of_peak(self.machine)} for row in self.rows]
-        return {**self._asdict(), "machine": self.machine._asdict(), "rows": rows}
+        rows = []
+        for row in self.rows:
+            rows.append({**row.to_dict(), "dense_share_of_peak": row.share_of_peak(self.machine)})
+        return {
+            "machine": self.machine.to_dict(),
+            "models": self.models,
+            "repeats": self.repeats,
+            "rows": rows,
+            "notes": self.notes,
+        }
 
     def __str__(self) -> str:
-        """The machine and the models, a table with a line for each comparison, and notes."""
+        """Return the machine and the models, a table with a line for each comparison, and notes."""
         machine = self.machine
-        about = [f"{kind} {m['class']}, {m['parameters'] / 1e6:.2f} M parameters" for kind, m in self.models.items()]
-        lines = [
+        sizes = []
+        for kind, model in self.models.items():
+            sizes.append(f"{kind} {model['class']}, {model['parameters'] / 1e6:.2f} M parameters")
+        head = [
             f"{machine.name}: {machine.flops_per_second / 1e9:,.0f} GFLOP/s in matrix products, "
             f"{machine.bytes_per_second / 1e9:.1f} GB/s from memory",
-            f"{'; '.join(about)}; {machine.dtype}; medians of {self.repeats}, speed-ups with lowest and highest",
+            f"{'; '.join(sizes)}; {machine.dtype}; medians of {self.repeats}, speed-ups with lowest and highest",
         ]
-        names = ("", "batch", "context", "dense tokens/s", "routed tokens/s", "speed-up", "by FLOPs", "by bytes")
-        rows = [[*names, "taken", "dense reaches", "cache", "allocated"], *(self._cells(row) for row in self.rows)]
-        return "\n".join([*lines, columns(rows, left=(0,)), *self.notes])
+        table = columns([list(TITLES), *(self._cells(row) for row in self.rows)], left=(0,))
+        return "\n".join([*head, table, *self.notes])
 
     def _cells(self, row: Speed) -> list[str]:
-        def number(value: float | None, spec: str = ".2f") -> str:
-            return "" if value is None else f"{value:{spec}}"
-
-        share = number(row.share_of_peak(self.machine), ".0%")
-        unit = "GB/s" if row.what == "decode" else "FLOP/s"
-        cells = [row.what, str(row.batch_size), f"{row.context:,}", _tokens(row.dense), _tokens(row.routed)]
-        cells += [f"{row.speed_up:.2f}", number(row.by_flops) or "not counted", number(row.by_bytes)]
-        cells += [number(row.taken, ".1%"), share and f"{share} of {unit}"]
-        if row.cache is None:
-            return [*cells, "", ""]
-        dense, routed, allocated = row.cache
-        return [*cells, f"{routed / dense:.1%} of {dense / 1e6:.2f} MB", f"{allocated / dense:.1%}"]
+        share = row.share_of_peak(self.machine)
+        reached = ""
+        if share is not None:
+            unit = "GB/s" if row.what == "decode" else "FLOP/s"
+            reached = f"{share:.0%} of {unit}"
+        cached = allocated = ""
+        if row.cache is not None:
+            dense_bytes = row.cache.dense
+            cached = f"{row.cache.routed / dense_bytes:.1%} of {dense_bytes / 1e6:.2f} MB"
+            allocated = f"{row.cache.routed_allocated / dense_bytes:.1%}"
+        return [
+            row.what,
+            str(row.batch_size),
+            f"{row.context:,}",
+            _tokens(row.dense),
+            _tokens(row.routed),
+            f"{row.speed_up:.2f}",
+            _number(row.by_flops, ".2f") or "not counted",
+            _number(row.by_bytes, ".2f"),
+            _number(row.taken, ".1%"),
+            reached,
+            cached,
+            allocated,
+        ]
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or below is None else above / below
+    if above is None or below is None:
+        return None
+    return above / below
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else f"{value:{spec}}"
 
 
 def _tokens(speed: Spread) -> str:

@@ -1,4 +1,4 @@
-"""Clocks: functions that take turns, a decode without its prompt's time, and what the machine can do at best.
+"""Clocks: functions that take turns, decoding without the time of its prompt, and the memory bandwidth of the machine.
 
 Shapes: B batch, T tokens, H heads, S stored tokens.
 """
@@ -15,12 +15,13 @@ from tqdm import tqdm
 from mixdepth.hf.cache import RoutedCacheLayer
 
 Result = TypeVar("Result")
+
 MEMORY_BYTES = 2**28
-"""How much memory is read to time it: more than most caches hold."""
+"""How much memory is read to measure its bandwidth: more than most caches of a processor hold."""
 
 
 class Spread(NamedTuple):
-    """A median, and from where to where the values went.
+    """The median of some values with the lowest and the highest.
 
     >>> f"{Spread.of([1.0, 3.0, 2.0]):.1f}"
     '2.0 (1.0 to 3.0)'
@@ -36,8 +37,11 @@ class Spread(NamedTuple):
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
-        """Of ratios taken pair by pair: what slows the machine down hits both of a pair."""
+        """Return the spread of ratios taken pair by pair, because what slows the machine down hits both of a pair."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
+
+    def to_dict(self) -> dict[str, float]:
+        return self._asdict()
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
@@ -46,25 +50,26 @@ class Spread(NamedTuple):
 def take_turns(
     functions: Mapping[str, Callable[[int], Result]], repeats: int, bar: tqdm | None = None
 ) -> dict[str, list[Result]]:
-    """What each function returned, call by call. They take turns, so that a drift of the machine hits all alike.
+    """Call the functions in turns, and return the results of each, call by call.
 
-    A function is told which round it is; round 0 warms up and is left out.
+    Because of the turns, a drift of the machine hits all functions equally. A function gets the number of the round;
+    round 0 warms up, and its result is left out.
     """
-    found: dict[str, list[Result]] = {name: [] for name in functions}
+    results: dict[str, list[Result]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
             result = function(repeat)
-            if repeat:
-                found[name].append(result)
+            if repeat > 0:
+                results[name].append(result)
             if bar is not None:
                 bar.update()
-    return found
+    return results
 
 
 def interleave(
     functions: Mapping[str, Callable[[], object]], repeats: int, bar: tqdm | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each call of each function, the functions taking turns."""
+    """Call the functions in turns, and return the seconds of each call."""
 
     def timed(function: Callable[[], object]) -> Callable[[int], float]:
         def seconds(_: int) -> float:
@@ -79,54 +84,69 @@ def interleave(
 
 
 def wait() -> None:
-    """Until the device is done with what it was given."""
+    """Wait until the device has finished all work that it was given."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 class CacheSize(NamedTuple):
-    """What a key-value cache holds."""
+    """The size of a key-value cache, layer by layer."""
 
-    stored: tuple[int, ...]  # tokens of all rows in each layer
-    token_bytes: tuple[int, ...]  # of one token's keys and values
-    windows: tuple[int | None, ...]  # each layer's sliding window
-    allocated: int  # bytes of all its tensors, with room that was made ahead
+    stored: tuple[int, ...]
+    """The number of stored tokens of all rows in each layer."""
+    token_bytes: tuple[int, ...]
+    """The bytes of one token's keys and values in each layer."""
+    windows: tuple[int | None, ...]
+    """The sliding window of each layer."""
+    allocated: int
+    """The bytes of all tensors of the cache, with the room that was made ahead."""
 
     @property
     def held(self) -> int:
-        """Bytes of the keys and values of stored tokens."""
+        """The bytes of the keys and values of stored tokens."""
         return sum(number * size for number, size in zip(self.stored, self.token_bytes, strict=True))
 
     @classmethod
     def of(cls, cache: Any) -> "CacheSize":
-        stored, token_bytes, allocated = [], [], 0
+        stored = []
+        token_bytes = []
+        windows = []
+        allocated = 0
         for layer in cache.layers:
-            tensors = [t for t in (layer.keys, layer.values) if t is not None]  # (B, H, S, width); None: nobody came
-            token_bytes.append(sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors))
-            allocated += sum(t.nbytes for t in tensors)
-            if not isinstance(layer, RoutedCacheLayer):
-                stored.append(tensors[0].shape[0] * tensors[0].shape[2] if tensors else 0)
-                continue
-            stored.append(sum(layer.lengths))
-            allocated += 0 if layer.columns is None else layer.columns.nbytes
-        windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
-        return cls(tuple(stored), tuple(token_bytes), windows, allocated)
+            # (B, H, S, width) each; they are None in a layer that no token has reached.
+            tensors = [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
+            num_stored = layer_bytes = 0
+            for tensor in tensors:
+                batch_size, num_heads, num_columns, width = tensor.shape
+                num_stored = batch_size * num_columns
+                layer_bytes += num_heads * width * tensor.element_size()
+                allocated += tensor.nbytes
+            if isinstance(layer, RoutedCacheLayer):
+                num_stored = sum(layer.lengths)  # rows differ
+                if layer.columns is not None:
+                    allocated += layer.columns.nbytes
+            stored.append(num_stored)
+            token_bytes.append(layer_bytes)
+            windows.append(getattr(layer, "sliding_window", None))
+        return cls(tuple(stored), tuple(token_bytes), tuple(windows), allocated)
 
 
 class Decoded(NamedTuple):
     """A text that was sampled, and how fast."""
 
-    tokens_per_second: float  # of all rows together
-    ids: Tensor  # (B, T): prompt and new tokens; the last one has not been through the model
+    tokens_per_second: float
+    """New tokens of all rows together per second."""
+    ids: Tensor
+    """(B, T): prompt and new tokens. The last token has not been through the model."""
     cache: CacheSize
 
 
 def decode(model: Any, prompt: Tensor, new_tokens: int, seed: int = 0, **sampling: Any) -> Decoded:
-    """Sample after the prompt (B, T) by transformers' own generate(), with or without an end of text.
+    """Sample after the prompt (B, T) by transformers' own generate(). An end of text does not stop it.
 
-    The prompt's time is left out, and so is the first new token, which comes with it: `new_tokens` more are timed.
+    The time of the prompt is left out, and so is the first new token, which comes with it: `new_tokens` more are timed.
     """
-    times: list[float] = []
+    times: list[float] = []  # the time of each new token
 
     def note_time(ids: Tensor, scores: Any) -> Tensor:
         wait()
@@ -136,7 +156,7 @@ def decode(model: Any, prompt: Tensor, new_tokens: int, seed: int = 0, **samplin
     torch.manual_seed(seed)
     out = model.generate(
         prompt,
-        attention_mask=torch.ones_like(prompt),  # else tokens that look like padding would be taken for it
+        attention_mask=torch.ones_like(prompt),  # else tokens with the id of padding would count as padding
         max_new_tokens=new_tokens + 1,
         min_new_tokens=new_tokens + 1,
         do_sample=True,
@@ -159,17 +179,24 @@ def decode_in_turns(
     bar: tqdm | None = None,
     **sampling: Any,
 ) -> dict[str, list[Decoded]]:
-    """What each model sampled after the prompt (B, T), time after time: the same text, or one for each round."""
+    """Sample after the prompt (B, T) with each model in turns: the same text each time, or another in each round."""
 
     def turn(model: Any) -> Callable[[int], Decoded]:
-        return lambda repeat: decode(model, prompt, new_tokens, 0 if same_text else repeat, **sampling)
+        def decode_again(repeat: int) -> Decoded:
+            seed = 0 if same_text else repeat
+            return decode(model, prompt, new_tokens, seed, **sampling)
+
+        return decode_again
 
     return take_turns({name: turn(model) for name, model in models.items()}, repeats, bar)
 
 
 def memory_bandwidth(device: torch.device, repeats: int = 5) -> float:
-    """Bytes read in a second by a product of a large matrix and a vector, at best: what decoding is made of."""
-    matrix = torch.ones(MEMORY_BYTES // 4 // 4096, 4096, device=device)
-    vector = matrix[0]
+    """Measure how many bytes per second a product of a large matrix and a vector reads at best.
+
+    Such products are most of the work of decoding.
+    """
+    matrix = torch.ones(MEMORY_BYTES // 4 // 4096, 4096, device=device)  # float32: 4 bytes each
+    vector = matrix[0]  # (4096,)
     seconds = interleave({"read": lambda: matrix @ vector}, repeats)["read"]
     return matrix.nbytes / min(seconds)

@@ -45,7 +45,7 @@ def _little_memory_to_read(monkeypatch):
 
 
 def sampled(model, batch_size=2, length=7, new_tokens=6):
-    """The tokens that went through the model, and the size of their cache."""
+    """Return the tokens that went through the model, and the size of their cache."""
     (text,) = decode_in_turns({"it": model}, token_ids(batch_size, length), new_tokens, 1, top_k=0)["it"]
     assert text.tokens_per_second > 0
     assert text.ids.shape == (batch_size, length + new_tokens + 1)
@@ -75,25 +75,25 @@ def test_the_cache_holds_what_was_processed_to_the_byte(variant):
     assert cache.held <= cache.allocated
 
 
-def test_who_is_left_under_early_exit_goes_through_the_layers_behind_the_exit():
+def test_tokens_that_an_exit_keeps_go_through_the_layers_after_it():
     model = routed(**VARIANTS["early_exit"])
-    before, exit_, behind, last = tokens_taken(model, token_ids(2, 30))
+    before, exit_, after, last = tokens_taken(model, token_ids(2, 30))
     assert before.all()
-    assert torch.equal(exit_, behind)
+    assert torch.equal(exit_, after)
     assert not exit_.all()
     assert (last <= exit_).all()
     assert (last != exit_).any()
-    found = share_taken(model, (before, exit_, behind, last))
+    found = share_taken(model, (before, exit_, after, last))
     assert found == pytest.approx((2 * exit_.float().mean() + last.float().mean()).item() / 3)
 
 
 def test_the_limits_of_decoding_equal_those_counted_by_hand():
     model = routed(dtype=torch.float32, layers=(1,), scheme="token_choice")
-    everyone = torch.ones(2, 5, dtype=torch.bool)
+    all_tokens = torch.ones(2, 5, dtype=torch.bool)
     # after prompts of three tokens two steps: one row chooses the layer in the second, none in the first
     chosen = torch.tensor([[1, 0, 1, 0, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
     cache = CacheSize((10, 5, 10, 10), (TOKEN_BYTES,) * 4, (None,) * 4, 0)
-    work = decode_work(model, [everyone, chosen, everyone, everyone], 3, cache)
+    work = decode_work(model, [all_tokens, chosen, all_tokens, all_tokens], 3, cache)
     layer, router = ATTENTION + MLP + 2 * NORM, 32
     dense_pairs, routed_pairs = 2 * (4 + 5), 3
     assert work.bytes == (
@@ -106,16 +106,16 @@ def test_the_limits_of_decoding_equal_those_counted_by_hand():
     )
     linear, scores = 2 * (ATTENTION + MLP), 2 * 4 * (8 + 8)
     assert work.flops == (4 * (3 * linear + 2 * router + 2 * HEAD) + linear + (3 * dense_pairs + routed_pairs) * scores)
-    assert decode_work(dense(), [everyone] * 4, 3, cache).bytes == 2 * (4 * layer + HEAD) * 4 + 4 * 18 * TOKEN_BYTES
+    assert decode_work(dense(), [all_tokens] * 4, 3, cache).bytes == 2 * (4 * layer + HEAD) * 4 + 4 * 18 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize(("target", "skipped"), [("mlp", MLP + NORM), ("attention", ATTENTION + NORM)])
-def test_of_a_half_that_nobody_chose_only_its_own_weights_are_spared(target, skipped):
+def test_a_half_that_no_token_chose_spares_its_own_weights_only(target, skipped):
     model = routed(dtype=torch.float32, layers=(1,), target=target, scheme="token_choice")
-    everyone, nobody = torch.ones(1, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.bool)
+    all_tokens, no_token = torch.ones(1, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.bool)
     cache = CacheSize((4,) * 4, (TOKEN_BYTES,) * 4, (None,) * 4, 0)
     all_pass, none_pass = (
-        decode_work(model, [everyone, mask, everyone, everyone], 3, cache) for mask in (everyone, nobody)
+        decode_work(model, [all_tokens, mask, all_tokens, all_tokens], 3, cache) for mask in (all_tokens, no_token)
     )
     keys = 0 if target == "mlp" else 4
     assert all_pass.bytes - none_pass.bytes == skipped * 4 + keys * TOKEN_BYTES
@@ -239,11 +239,11 @@ def test_lengths_that_are_not_given_keep_below_the_models_positions():
 
 
 def test_a_fresh_pair_shares_its_weights_and_chooses_its_share():
-    plain, model, text, notes = fresh_pair({"layers": 4, "width": 64}, {"capacity": 0.25})
-    assert (text, notes) == (None, [])
-    for name, parameter in plain.named_parameters():
-        assert model.get_parameter(name) is parameter
-    share = share_taken(model, tokens_taken(model, torch.randint(256, (16, 512))))
+    pair = fresh_pair({"layers": 4, "width": 64}, {"capacity": 0.25})
+    assert (pair.text, pair.notes) == (None, [])
+    for name, parameter in pair.dense.named_parameters():
+        assert pair.routed.get_parameter(name) is parameter
+    share = share_taken(pair.routed, tokens_taken(pair.routed, torch.randint(256, (16, 512))))
     assert share == pytest.approx(0.25, abs=0.05)
 
 
@@ -328,7 +328,7 @@ def test_text_must_be_long_enough_and_of_the_models_vocabulary_and_something_mus
     plain = dense()
     with pytest.raises(ValueError, match="the text has 8 tokens, fewer than a window of 12"):
         mixdepth.measure_speed(plain, routed(plain), token_ids(1, 8)[0], **SMALL)
-    with pytest.raises(ValueError, match="the text has a token 70, and the models know 61"):
+    with pytest.raises(ValueError, match="the text has a token 70, and the models have 61 tokens"):
         mixdepth.measure_speed(plain, routed(plain), torch.full((50,), 70), **SMALL)
     with pytest.raises(ValueError, match="new_tokens=200 are beyond the models' 128 positions"):
         mixdepth.measure_speed(plain, routed(plain), new_tokens=200)
