@@ -4,9 +4,11 @@ Each cell is a `mixdepth.train` on the source of the standard library, torch and
 validation text, with causal routing. Dense models have 2 layers of width 64, routed ones 4 at 12.5 % in every second:
 about the same FLOPs for each token.
 
-    python benchmarks/tune.py            # resumes; results in benchmarks/tune.jsonl
-    python benchmarks/tune.py --shard 0/2 & python benchmarks/tune.py --shard 1/2
-    python benchmarks/tune.py --table
+    python tune.py            # resumes; results in tune.jsonl
+    python tune.py --shard 0/2 & python tune.py --shard 1/2
+    python tune.py --table
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

@@ -3,7 +3,9 @@
 The points were read off the figure: training losses under top-k routing, one run each; an error of about 0.002 in the
 loss and of 2 % in the parameters.
 
-    python benchmarks/paper.py
+    python paper.py
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import math

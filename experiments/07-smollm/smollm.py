@@ -5,11 +5,13 @@ held-out text of two domains: English prose (Debian's handbook and the Jargon Fi
 apt-get) and Python source (of the standard library). One line of JSON for each variant goes to smollm.jsonl; finished
 variants are not done again.
 
-    python benchmarks/smollm.py --prepare text/          # once: text/train, text/prose, text/python
-    python benchmarks/smollm.py text/ --flops 5e13 [--only NAME ...]
-    python benchmarks/smollm.py text/ --speed             # decode tokens/s and cache bytes, models taking turns
-    python benchmarks/smollm.py text/ --table
-    python benchmarks/smollm.py text/ --plot docs/pictures    # loss against tokens/s: smollm-1.svg, smollm-8.svg
+    python smollm.py --prepare text/          # once: text/train, text/prose, text/python
+    python smollm.py text/ --flops 5e13 [--only NAME ...]
+    python smollm.py text/ --speed             # decode tokens/s and cache bytes, models taking turns
+    python smollm.py text/ --table
+    python smollm.py text/ --plot docs/pictures    # loss against tokens/s: smollm-1.svg, smollm-8.svg
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

@@ -3,9 +3,11 @@
 First the learning rate at three sizes, then the other settings, one at a time, at the smallest. Each cell is a
 `mixdepth.train` on the standard library's source; the loss is the held-out one, with causal routing.
 
-    python benchmarks/sweep.py            # resumes; results in benchmarks/sweep.jsonl
-    python benchmarks/sweep.py --shard 0/2 & python benchmarks/sweep.py --shard 1/2
-    python benchmarks/sweep.py --table
+    python sweep.py            # resumes; results in sweep.jsonl
+    python sweep.py --shard 0/2 & python sweep.py --shard 1/2
+    python sweep.py --table
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

@@ -9,8 +9,10 @@ Every variant trains for 1000 steps of 64 windows with AdamW, at the learning ra
 validation years with a seed of its own; the test error is then told for five other seeds. Runs are
 appended to encoder.jsonl; one that is there already is not repeated.
 
-    python benchmarks/encoder.py
-    python benchmarks/encoder.py --table > benchmarks/encoder.md
+    python encoder.py
+    python encoder.py --table > encoder.md
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

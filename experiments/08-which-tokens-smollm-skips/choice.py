@@ -1,6 +1,6 @@
 """Before any tuning: does it matter which tokens skip the routed blocks of SmolLM2-135M?
 
-The blocks of `benchmarks/smollm.py` process a share of the tokens, chosen in several ways:
+The blocks of `experiments/07-smollm/smollm.py` process a share of the tokens, chosen in several ways:
 
 - random;
 - move: those that the block moves most, known only after it ran;
@@ -11,7 +11,9 @@ The blocks of `benchmarks/smollm.py` process a share of the tokens, chosen in se
 
 All choose with look-ahead, so these are bounds for routers, not models to sample from.
 
-    python benchmarks/choice.py text/ --models models/smollm
+    python choice.py text/ --models models/smollm
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

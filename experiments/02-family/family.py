@@ -6,7 +6,9 @@ budget, fp32. Reported is the held-out loss with causal routing, look-ahead besi
 for all and was tuned for none. Results are appended to family.jsonl, and a run that is there already is not
 repeated, so the script may be stopped and started again, or run in several processes by `--shard 0/2`, `--shard 1/2`.
 
-    python benchmarks/family.py [--table] [--shard I/N]
+    python family.py [--table] [--shard I/N]
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

@@ -6,7 +6,9 @@ with causal routing, with look-ahead beside it. Results are appended to defaults
 there already is not repeated, so the script may be stopped and started again. `--table` prints means
 and spreads over seeds.
 
-    python benchmarks/defaults.py [--table]
+    python defaults.py [--table]
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse

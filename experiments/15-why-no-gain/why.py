@@ -6,9 +6,11 @@ routed layers get? Beside learned and random routing there are two that nobody c
 of which a trained model of 2 layers is least certain, the same in both layers, and *all keys* lets the chosen tokens
 attend to all earlier ones (its FLOPs count as if they did not, and keys and values learn at the rate of the layer).
 
-    python benchmarks/why.py             # resumes; results in why.jsonl, models in runs/why
-    python benchmarks/why.py --shard 0/2 & python benchmarks/why.py --shard 1/2
-    python benchmarks/why.py --table     # why.md
+    python why.py             # resumes; results in why.jsonl, models in runs/why
+    python why.py --shard 0/2 & python why.py --shard 1/2
+    python why.py --table     # why.md
+
+The README of experiments/ says which PYTHONPATH a script needs.
 """
 
 import argparse
