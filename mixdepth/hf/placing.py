@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from mixdepth import schemes
 from mixdepth.config import DepthConfig
 from mixdepth.experts import ExpertRouter
+from mixdepth.hf import private
 from mixdepth.hf.architectures import decoder_layers, expert_block, stack_name
 from mixdepth.hf.layer import HalvesLayer, Mixin, RoutedExperts, mixed, routed_mixin
 from mixdepth.hf.names import KEPT, ROUTER_NAME
@@ -51,8 +52,8 @@ def route_layers(model: PreTrainedModel, config: DepthConfig) -> None:
             router = Router(width, config, capacities[index], index)
             layer.depth_router = router.train(layer.training)
             last_exit = index if schemes.ends_the_stack(config.scheme) else None
-        model._no_split_modules.add(type(layer).__name__)
-    model._keep_in_fp32_modules_strict.add(ROUTER_NAME)
+        private.keep_whole(model, type(layer).__name__)
+    private.keep_in_float32(model, ROUTER_NAME)
     keep_settings(model, config)
 
 
@@ -60,7 +61,7 @@ def route_experts(block: Any, config: DepthConfig) -> None:
     """Give a mixture-of-experts block a router of ours; no-op experts are further rows of its gate."""
     block_class: Any = type(block)
     block.__class__ = mixed(RoutedExperts, block_class)
-    block.experts._is_expert_parallel = True  # the fused kernels then skip tokens at no expert
+    private.skip_tokens_at_no_expert(block.experts, True)
     assert config.experts is not None
     if config.experts.num_noop:
         weight = block.gate.weight.detach()  # (E, D)
@@ -79,10 +80,9 @@ def unroute_layers(model: PreTrainedModel) -> None:
         if isinstance(experts, RoutedExperts):
             unroute_experts(experts)
         if isinstance(layer, Mixin):
-            model._no_split_modules.discard(type(layer).__name__)
+            private.allow_splits(model, type(layer).__name__)
             _restore_class(layer)
-    model._keep_in_fp32_modules_strict.discard(ROUTER_NAME)
-    model._keep_in_fp32_modules.discard(KEPT)
+    private.keep_no_longer(model, ROUTER_NAME, KEPT)
     del model.depth_config, model.depth_stack
 
 
@@ -93,7 +93,7 @@ def unroute_experts(block: Any) -> None:
     weight = block.gate.weight  # (A, D)
     if len(weight) > num_experts:
         block.gate.weight = nn.Parameter(weight.detach()[:num_experts], weight.requires_grad)
-    block.experts._is_expert_parallel = False
+    private.skip_tokens_at_no_expert(block.experts, False)
 
 
 def _restore_class(module: Mixin) -> None:
