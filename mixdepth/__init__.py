@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mixdepth.block import Routed as Routed
     from mixdepth.block import routing_loss as routing_loss
     from mixdepth.config import DepthConfig as DepthConfig
+    from mixdepth.config import ExpertConfig as ExpertConfig
     from mixdepth.conversion.converting import Conversion as Conversion
     from mixdepth.conversion.converting import convert as convert
     from mixdepth.conversion.fitting_routers import fit_routers as fit_routers
@@ -42,9 +43,12 @@ if TYPE_CHECKING:
     from mixdepth.models.flops import count_flops as count_flops
     from mixdepth.models.fresh import find_shape as find_shape
     from mixdepth.models.loading import load as load
+    from mixdepth.modes import given_scores as given_scores
     from mixdepth.modes import lookahead as lookahead
+    from mixdepth.modes import observe as observe
     from mixdepth.modes import update_routers as update_routers
     from mixdepth.report.page import write_page as write_page
+    from mixdepth.router import Observation as Observation
     from mixdepth.router import Router as Router
     from mixdepth.routes import Route as Route
     from mixdepth.runs.run import Run as Run
@@ -61,10 +65,12 @@ PLACES = {
     "Corpus": "mixdepth.data.corpus",
     "DepthConfig": "mixdepth.config",
     "Evaluation": "mixdepth.evaluation.held_out",
+    "ExpertConfig": "mixdepth.config",
     "ExpertLoad": "mixdepth.experts",
     "FlopCount": "mixdepth.models.flops",
     "LayerRouting": "mixdepth.evaluation.held_out",
     "MixtureOfDepths": "mixdepth.encoder",
+    "Observation": "mixdepth.router",
     "Route": "mixdepth.routes",
     "Routed": "mixdepth.block",
     "Router": "mixdepth.router",
@@ -81,12 +87,14 @@ PLACES = {
     "find_shape": "mixdepth.models.fresh",
     "fit_routers": "mixdepth.conversion.fitting_routers",
     "generate": "mixdepth.sampling.generation",
+    "given_scores": "mixdepth.modes",
     "layer_costs": "mixdepth.conversion.importance",
     "load": "mixdepth.models.loading",
     "load_corpus": "mixdepth.data.corpus",
     "lookahead": "mixdepth.modes",
     "lora_config": "mixdepth.hf.lora",
     "measure_speed": "mixdepth.bench.measure",
+    "observe": "mixdepth.modes",
     "route": "mixdepth.hf.install",
     "routing_loss": "mixdepth.block",
     "set_capacity": "mixdepth.hf.install",

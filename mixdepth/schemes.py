@@ -126,8 +126,13 @@ def trains_scores(scheme: Scheme, causal: CausalRule | None) -> bool:
 
 
 def causal_rules(scheme: Scheme) -> tuple[CausalRule, ...]:
-    """Return the causal rules that the scheme can have; the first one is the default of language models."""
+    """Return the causal rules that the scheme can have."""
     return ("predictor", "aux_loss", "threshold") if looks_ahead(scheme) else ()
+
+
+def default_causal_rule(scheme: Scheme) -> CausalRule | None:
+    """Return the causal rule of a language model whose configuration names none."""
+    return "predictor" if looks_ahead(scheme) else None
 
 
 def gates(scheme: Scheme) -> tuple[Gate, ...]:

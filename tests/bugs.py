@@ -43,8 +43,8 @@ BUGS = [
     Bug(
         what="An infinite score in an unused slot makes its weight NaN.",
         file="routes.py",
-        find="route.weight.where(route.used, 0)",
-        replace="route.weight * route.used",
+        find="gathered.where(first_slots(index, count), 0)",
+        replace="gathered * first_slots(index, count)",
         test="test_routes.py::test_a_score_that_is_not_finite_gives_an_unused_slot_the_weight_zero",
     ),
     Bug(
@@ -254,8 +254,8 @@ BUGS = [
     Bug(
         what="The lookahead context is without effect on a block of the user's own.",
         file="router.py",
-        find="self.training or self.forced_lookahead > 0 or (",
-        replace="self.training or (",
+        find="self.training or self.forced_lookahead > 0 or",
+        replace="self.training or",
         test="test_block.py::test_overlapping_look_ahead_contexts_end_when_the_last_one_does",
     ),
     Bug(
@@ -324,8 +324,8 @@ BUGS = [
     Bug(
         what="Only the last micro-batch before an update counts in the threshold.",
         file="router.py",
-        find="self.observed = self.observed + torch.stack",
-        replace="self.observed = torch.stack",
+        find="self.observed = self.observed + sums",
+        replace="self.observed = sums",
         test="test_schemes.py::test_the_first_update_takes_the_edge_of_the_choice_and_later_ones_move_towards_it",
     ),
     Bug(

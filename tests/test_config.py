@@ -27,7 +27,7 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
         ({"layers": ()}, "layers must name each routed layer once"),
         ({"layers": "all"}, "layers must be a list of layer indices, not 'all'"),
         ({"layers": (-1,)}, "layers must be a whole number of at least 0, not -1"),
-        ({"layers": (1,), "first": 0}, r"first=0 has no meaning beside layers=\[1\]"),
+        ({"layers": (1,), "first": 0}, r"first=0 has no meaning next to layers=\[1\]"),
         ({"gate": "softmax"}, "gate must be one of 'raw', .*, not 'softmax'"),
         ({"causal": "topk"}, "causal must be one of 'predictor', 'aux_loss', 'threshold', None, not 'topk'"),
         ({"init_std": -1}, "init_std must be a number of at least 0, not -1"),
@@ -37,7 +37,7 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
         ({"gate_on": "attention"}, "gate_on must be one of 'block', 'mlp', not 'attention'"),
         ({"experts": "mixtral"}, "experts must be one of 'token_choice', 'expert_choice', None, not 'mixtral'"),
         ({"threshold_momentum": 1.0}, "threshold_momentum must be below 1, not 1.0"),
-        ({"layers": (1,), "every": 5}, r"every=5 has no meaning beside layers=\[1\]"),
+        ({"layers": (1,), "every": 5}, r"every=5 has no meaning next to layers=\[1\]"),
         ({"layers": (), "experts": "token_choice", "target": "mlp"}, "target='mlp' has no meaning where layers="),
         ({"seed": 2**70}, r"seed must be below 2\*\*32"),
         ({"seed": -1}, "seed must be a whole number of at least 0, not -1"),
@@ -48,7 +48,10 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
             for scheme in ("token_choice", "random", "soft")
         ),
         *(
-            ({"scheme": scheme, "gate": "straight"}, f"gate='straight' .* and scheme='{scheme}' does not ask it")
+            (
+                {"scheme": scheme, "gate": "straight"},
+                f"gate='straight' .* and scheme='{scheme}' does not choose by scores",
+            )
             for scheme in ("random", "soft")
         ),
         ({"scheme": "soft", "capacity": 0.5}, "scheme='soft' processes every token: leave out capacity=0.5"),
@@ -61,7 +64,7 @@ def test_a_capacity_that_is_no_fraction_is_refused_by_name_and_value(capacity):
 )
 def test_a_wrong_setting_is_refused_by_name_and_value(settings, message):
     with pytest.raises(ValueError, match=message):
-        DepthConfig(**settings)
+        DepthConfig.from_flat(**settings)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +125,4 @@ def test_schemes_have_defaults_of_their_own():
     assert (DepthConfig().capacity, DepthConfig().gate) == (0.125, "raw")
     assert (DepthConfig(scheme="soft").capacity, DepthConfig(scheme="soft").gate) == (1.0, "sigmoid")
     assert DepthConfig(scheme="early_exit", every=4, capacity=(0.5, 0.25)).routed_layers(8) == {3: 0.5, 7: 0.25}
-    assert DepthConfig(experts="token_choice", layers=()).routed_layers(8) == {}
+    assert DepthConfig.from_flat(experts="token_choice", layers=()).routed_layers(8) == {}

@@ -48,10 +48,10 @@ def test_blending_moves_chosen_tokens_by_their_weight_and_leaves_the_others_to_t
 def test_blending_at_weight_one_is_the_block_and_at_weight_zero_the_stream_to_the_bit(drawn):
     route, chosen, _ = drawn
     x, y = torch.randn(*chosen.shape, 5), torch.randn(*route.index.shape, 5)
-    whole = route._replace(weight=torch.ones_like(route.weight)).blend(x, y)
+    whole = route.with_weight(torch.ones_like(route.weight)).blend(x, y)
     assert torch.equal(route.gather(whole)[route.used], y[route.used])
     assert torch.equal(whole[~chosen], x[~chosen])  # an unused slot moves nothing, whatever its weight
-    assert torch.equal(route._replace(weight=torch.zeros_like(route.weight)).blend(x, y), x)
+    assert torch.equal(route.with_weight(torch.zeros_like(route.weight)).blend(x, y), x)
 
 
 @given(routes())

@@ -447,4 +447,4 @@ def test_a_block_of_the_users_own_takes_every_scheme_of_one_layer(scheme):
 )
 def test_a_block_of_the_users_own_refuses_what_needs_a_model(settings, message):
     with pytest.raises(ValueError, match=message):
-        Routed(nn.Linear(8, 8), width=8, config=DepthConfig(**settings))
+        Routed(nn.Linear(8, 8), width=8, config=DepthConfig.from_flat(**settings))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mixdepth import schemes
 from mixdepth.config import DepthConfig, check_integer
 from mixdepth.conversion.fitting_routers import check_fit, fit_routers, windows_to_fit
 from mixdepth.conversion.importance import cheapest, layer_costs
@@ -218,9 +219,11 @@ def check_exact(depth: DepthConfig) -> None:
             f"gate={depth.gate!r} changes what a pretrained model computes before it is tuned: use gate='unit', which "
             "starts at 1"
         )
-    if depth.scheme == "soft":
-        raise ValueError("scheme='soft' processes every token and makes nothing cheaper: choose another scheme")
+    if schemes.processes_everything(depth.scheme):
+        raise ValueError(
+            f"scheme={depth.scheme!r} processes every token and makes nothing cheaper: choose another scheme"
+        )
     if depth.experts is not None:
         raise ValueError(
-            f"experts={depth.experts!r} changes the experts of a pretrained model before it is tuned: leave it out"
+            f"experts={depth.experts.scheme!r} changes the experts of a pretrained model before it is tuned: leave it out"
         )

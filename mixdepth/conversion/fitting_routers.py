@@ -4,19 +4,19 @@ Shapes: B rows of a batch, T tokens of a row, D width of the stream.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mixdepth import schemes
 from mixdepth.config import DepthConfig
 from mixdepth.conversion.importance import importance_of, moves_of_layers
 from mixdepth.evaluation.batches import evaluating
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.modes import lookahead
-from mixdepth.router import Router, inverse_size
+from mixdepth.modes import lookahead, observe
 
 RIDGE = 0.01
 """The strength of the ridge penalty of the fit, relative to the variance of what routers read."""
@@ -63,16 +63,10 @@ def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
     sums: dict[int, Tensor] = {}  # (D + 2, D + 2) for each routed layer
     with evaluating(model), lookahead(model):
         for batch in tqdm(batches, desc="fitting routers", unit="batch", leave=False):
-            streams: dict[int, Tensor] = {}
-            try:
-                for index, router in routers.items():
-                    router.score = _recording(router, streams, index)  # type: ignore[method-assign,assignment]
+            with observe(model) as observations:
                 _, moves = moves_of_layers(model, batch, model.depth_config.target)
-            finally:
-                for router in routers.values():
-                    del router.score
-            for index, x in streams.items():
-                sums[index] = sums.get(index, 0) + _products(x, moves[index])
+            for index, (observation,) in observations.items():
+                sums[index] = sums.get(index, 0) + _products(observation.read, moves[index])
     # 3. Solve them for each router.
     for index, router in routers.items():
         weights = _least_squares(sums[index])  # (D,)
@@ -83,31 +77,19 @@ def fit_routers(model: RoutedCausalLM, batches: Iterable[Tensor]) -> None:
 
 def check_fit(depth: DepthConfig) -> None:
     """Refuse routing whose scores have no influence, or would change what a pretrained model computes."""
-    if depth.scheme != "expert_choice":
+    if not schemes.can_be_fitted(depth.scheme):
         raise ValueError(f"routers are fitted for scheme='expert_choice', not for {depth.scheme!r}: leave out fit")
     if depth.causal == "aux_loss":
         raise ValueError(
             "causal='aux_loss' compares scores with 0, and fitted scores do not lie around 0: use causal='threshold'"
         )
     if depth.experts is not None:
-        raise ValueError(f"routers of models with experts={depth.experts!r} are not fitted: leave out fit")
+        raise ValueError(f"routers of models with experts={depth.experts.scheme!r} are not fitted: leave out fit")
     if depth.gate not in ("straight", "one"):
         raise ValueError(
             f"gate={depth.gate!r} is not 1 for every score: fitted routers need gate='straight', or the model would no "
             "longer compute what it did"
         )
-
-
-def _recording(router: Router, streams: dict[int, Tensor], index: int) -> Callable[[Tensor], Tensor]:
-    """Return the router's own score function, which also keeps what the router reads (B, T, D)."""
-    score = router.score
-
-    def record(x: Tensor) -> Tensor:
-        read = x.to(torch.promote_types(x.dtype, torch.float32))
-        streams[index] = read if router.router_input == "stream" else read * inverse_size(read)[..., None]
-        return score(x)
-
-    return record
 
 
 def _products(x: Tensor, moves: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Shapes: B rows of a batch, T tokens of a row.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from mixdepth.config import Target
 from mixdepth.evaluation.batches import evaluating
 from mixdepth.hf.architectures import check_supported, decoder_layers
 from mixdepth.hf.install import route, unroute
-from mixdepth.modes import lookahead
+from mixdepth.modes import given_scores, lookahead
 
 PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
 """The submodule of a layer whose output a target adds to the stream. The output of a block is the stream itself."""
@@ -53,13 +53,12 @@ def layer_costs(
         costs = {}
         for index in tqdm(range(len(decoder_layers(model))), desc="measuring layers", unit="layer", leave=False):
             routed = route(model, layers=(index,), **settings)
-            (router,) = routed.depth_routers
             losses = []
             try:
                 with lookahead(routed):
                     for batch, moves in zip(batches, moves_of_batches, strict=True):
-                        router.score = _constant(importance_of(moves[index]))  # type: ignore[method-assign,assignment]
-                        losses.append(_loss(routed, batch))
+                        with given_scores(routed, {index: importance_of(moves[index])}):
+                            losses.append(_loss(routed, batch))
             finally:
                 unroute(routed)
             costs[index] = ((torch.stack(losses).cpu() * shares).sum() - dense_loss).item()
@@ -118,7 +117,3 @@ def moves_of_layers(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, 
 def _loss(model: Any, batch: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
     return loss
-
-
-def _constant(scores: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: scores

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixdepth import schemes
 from mixdepth.evaluation.batches import Batch, evaluating, model_inputs
 from mixdepth.evaluation.held_out import Evaluation, evaluate, expert_loads
 from mixdepth.experts import ExpertRouter, probabilities
@@ -101,7 +102,7 @@ def has_thresholds(model: Any) -> bool:
 def _has_threshold(router: Chooser) -> bool:
     if isinstance(router, ExpertRouter):
         return router.experts_choose and router.capacity != 1
-    return isinstance(router, Router) and router.scheme not in ("random", "soft")
+    return isinstance(router, Router) and schemes.has_threshold(router.scheme)
 
 
 def _is_estimated(model: RoutedCausalLM) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from mixdepth import schemes
 from mixdepth.config import check_integer
 from mixdepth.data.corpus import load_corpus
 from mixdepth.data.tokenizers import token_texts
@@ -306,16 +307,16 @@ def _batches(tokens: Tensor, context: int, size: int) -> Iterator[Tensor]:
 
 def _as_in_training(router: Router, route: Route) -> Tensor:
     """Return what training would choose by the scores of this route: (W, C) bool."""
-    if router.scheme == "soft":
+    if schemes.processes_everything(router.scheme):
         return route.mask
-    if router.scheme == "token_choice":
+    if schemes.limits_in_stream_order(router.scheme):
         return first_k(route.candidates & (route.logits > router.cutoff), slots(router.capacity, route.real.sum(1)))
     return top_of_same_scores(route, router.capacity)
 
 
 def _gates(router: Router, route: Route) -> Tensor:
     """Return the weight of each token, or what it would be: (W, C)."""
-    if router.scheme != "random":
+    if not schemes.uses_noise(router.scheme):
         return weigh(route.logits, router.gate)
     # Random routing knows the gate of the tokens that it drew, and of no other.
     unknown = torch.full_like(route.logits, torch.nan)  # (W, C)
