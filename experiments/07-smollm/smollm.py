@@ -334,7 +334,8 @@ def plot(folder: Path) -> None:
             loss = sum(losses.get(key, untuned)[domain]["loss"] for domain in DOMAINS) / 2
             # each was timed in turns with the original: its ratio to that holds, on whatever day
             group = f"{budget:.0e} FLOPs" if VARIANTS[name]["tune"] is not None else "not tuned"
-            rows.append(Row(name, loss, *(base * ratio for ratio in speed[f"speed-up at {size}"]), group))
+            median, low, high = (base * ratio for ratio in speed[f"speed-up at {size}"])
+            rows.append(Row(name=name, loss=loss, tokens_per_second=median, low=low, high=high, group=group))
         save(draw_speed(rows, "original"), folder, f"smollm-{size}")
 
 

@@ -1,1 +1,1 @@
-"""What people look at: the routing page, plots, the demo's report. They read files and values; nothing is trained."""
+"""Pages and plots for people to look at. They are made of files and values; nothing is computed by a model here."""

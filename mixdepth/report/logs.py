@@ -1,7 +1,8 @@
-"""What a run has logged so far, as arrays."""
+"""The log of a run so far, as arrays."""
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,56 +13,69 @@ from mixdepth.files import read_json
 from mixdepth.runs.run import METRICS, SETTINGS, Run
 
 Numbers = NDArray[np.float64]
-MANY = 50
-"""Lines from which on a log is smoothed."""
+
+MANY_LINES = 50
+"""A log of as many lines is smoothed."""
+
 ROUTING = ("target", "causal_capacity", "precision", "recall", "gate_mean", "gate_std", "never_chosen")
-"""What is plotted of `mixdepth.training.routing_statistics.describe`."""
+"""The statistics of `mixdepth.training.routing_statistics` that are plotted."""
 
 
-class Evaluation(NamedTuple):
-    """Losses on held-out text after a step."""
+class LoggedEvaluation(NamedTuple):
+    """The losses on held-out text after a step."""
 
     step: int
     loss: float
-    lookahead_loss: float | None  # None: dense
+    lookahead_loss: float | None
+    """None for a dense model."""
 
 
-class Log(NamedTuple):
-    """What a run has logged so far. Shapes: N lines of training, L routed layers."""
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """The log of a run so far. Shapes: N lines of training, L routed layers."""
 
     name: str
-    steps: Numbers  # (N,)
-    flops: Numbers  # (N,) so far
-    seconds: Numbers  # (N,) of training so far; NaN where the clock was not read
-    loss: Numbers  # (N,) of the language model, without losses of routing: what dense and routed models share
-    evaluations: list[Evaluation]
+    steps: Numbers
+    """(N,)"""
+    flops: Numbers
+    """(N,): training FLOPs from the start to this line."""
+    seconds: Numbers
+    """(N,): seconds of training from the start to this line; NaN where the clock was not read."""
+    loss: Numbers
+    """(N,): the language-model loss. It leaves out losses of routing, so that dense and routed models compare."""
+    evaluations: list[LoggedEvaluation]
     routed_layers: list[int]
-    routing: dict[str, Numbers]  # (N, L) each, by the names in ROUTING; empty: dense
+    """(L,): the indices of the routed layers."""
+    routing: dict[str, Numbers]
+    """(N, L) each, by the names in ROUTING; empty for a dense model."""
 
     @property
     def weights(self) -> Numbers:
-        """Of how many steps each loss is the mean: (N,)."""
+        """The number of steps that each loss is the mean of: (N,)."""
         return np.maximum(np.diff(self.steps, prepend=0.0), 1)
 
     @property
     def is_long(self) -> bool:
-        """Whether single lines are noise: then they are smoothed."""
-        return len(self.steps) >= MANY
+        """Whether there are so many lines that single ones are noise. A long log is smoothed."""
+        return len(self.steps) >= MANY_LINES
 
 
 def read_logs(runs: Sequence[str | Path | Run]) -> list[Log]:
-    """The logs of these runs, by names that tell them apart."""
-    given = [run.folder if isinstance(run, Run) else Path(run) for run in runs]
-    folders = {Path(os.path.abspath(folder)): folder for folder in given}
+    """Read the logs of these runs, each under a name that no other has. A run that is given twice is read once."""
+    folders: dict[Path, Path] = {}  # absolute path -> path as the user gave it
+    for run in runs:
+        folder = run.folder if isinstance(run, Run) else Path(run)
+        folders[Path(os.path.abspath(folder))] = folder
     if not folders:
         raise ValueError("there is nothing to plot: name at least one run")
-    return [_read(folder, name) for folder, name in zip(folders.values(), distinct_names([*folders]), strict=True)]
+    names = distinct_names(list(folders))
+    return [_read(folder, name) for folder, name in zip(folders.values(), names, strict=True)]
 
 
 def _read(folder: Path, name: str) -> Log:
-    """The log of one run, which may still be written."""
+    """Read the log of one run, which may still be training."""
     run = Run(folder)
-    read_json(folder / SETTINGS)  # refuses what is no run
+    read_json(folder / SETTINGS)  # refuses a folder that is not a run
     metrics, timings = run.metrics, run.timings
     try:
         log = _log(name, metrics, timings)
@@ -73,23 +87,35 @@ def _read(folder: Path, name: str) -> Log:
 
 
 def _log(name: str, metrics: list[dict[str, Any]], timings: list[dict[str, Any]]) -> Log:
+    # 1. The clock: seconds of training until each step.
+    elapsed: dict[int, float] = {}
+    total = 0.0
+    for line in timings:
+        total += line["seconds"]
+        elapsed[line["step"]] = total
+    # 2. Metrics hold lines of training and lines of evaluations.
     training = [line for line in metrics if "loss" in line]
-    clock = np.cumsum([line["seconds"] for line in timings])
-    elapsed = dict(zip([line["step"] for line in timings], clock, strict=True))
-    routed = [line["layers"] for line in training] if any("layers" in line for line in training) else []
+    evaluations = []
+    for line in metrics:
+        if "validation_loss" in line:
+            lookahead_loss = line.get("validation_lookahead_loss")
+            evaluations.append(LoggedEvaluation(line["step"], line["validation_loss"], lookahead_loss))
+    # 3. If one line of training has statistics of routed layers, all must have them.
+    routed_layers: list[int] = []
+    routing: dict[str, Numbers] = {}
+    if any("layers" in line for line in training):
+        layers = [line["layers"] for line in training]
+        routed_layers = layers[0]["index"]
+        routing = {key: _numbers(values[key] for values in layers) for key in ROUTING}
     return Log(
-        name,
+        name=name,
         steps=_numbers(line["step"] for line in training),
         flops=_numbers(line["flops"] for line in training),
         seconds=_numbers(elapsed.get(line["step"], np.nan) for line in training),
         loss=_numbers(line.get("lm_loss", line["loss"]) for line in training),
-        evaluations=[
-            Evaluation(line["step"], line["validation_loss"], line.get("validation_lookahead_loss"))
-            for line in metrics
-            if "validation_loss" in line
-        ],
-        routed_layers=routed[0]["index"] if routed else [],
-        routing={key: _numbers(layers[key] for layers in routed) for key in ROUTING} if routed else {},
+        evaluations=evaluations,
+        routed_layers=routed_layers,
+        routing=routing,
     )
 
 
@@ -98,21 +124,22 @@ def _numbers(values: Iterable[Any]) -> Numbers:
 
 
 def smooth(values: Numbers, weights: Numbers | None = None) -> Numbers:
-    """A running mean over a twentieth of the lines; narrower at the start, where a loss falls fast.
+    """Return the running mean over a twentieth of the lines; it is narrower at the start, where a loss falls fast.
 
-    values (N,) or (N, L), weights (N,) -> as values
+    The result has the shape of the values, (N,) or (N, L). The weights are (N,).
     """
-    weights = np.ones(len(values)) if weights is None else weights
+    if weights is None:
+        weights = np.ones(len(values))
     means = []
-    for i in range(len(values)):
-        reach = min(i, len(values) // 40)
-        near = slice(i - reach, i + reach + 1)
+    for index in range(len(values)):
+        reach = min(index, len(values) // 40)
+        near = slice(index - reach, index + reach + 1)
         means.append(np.average(values[near], axis=0, weights=weights[near]))
     return np.array(means)
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The parts of the paths in which they differ, or the last part of a path that is alone.
+    """Return the parts in which the paths differ, or the last part of a single path.
 
     >>> distinct_names([Path("/study/dense/2x64/seed0"), Path("/study/mod/4x64/seed0")])
     ['dense/2x64', 'mod/4x64']
@@ -121,6 +148,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
         return [folders[0].name]
     common = Path(os.path.commonpath(folders))
     names = [folder.relative_to(common).parts for folder in folders]
+    # Leave out last parts that all paths share.
     while len({name[-1:] for name in names}) == 1 and all(len(name) > 1 for name in names):
         names = [name[:-1] for name in names]
     return ["/".join(name) or folder.name for name, folder in zip(names, folders, strict=True)]

@@ -4,16 +4,21 @@ import json
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mixdepth.evaluation.tracing import Trace
 from mixdepth.files import check_name, write_text, writing
 
+if TYPE_CHECKING:  # a page is made of a trace, and needs nothing of the module that makes traces
+    from mixdepth.evaluation.tracing import Trace
+
 VIEWS = {"causal": "causal", "lookahead": "look-ahead", "difference": "where the causal rule errs"}
+"""What a page can show, and the words for it."""
+
 NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def write_page(trace: Trace, path: str | Path) -> Path:
-    """Write the page of a trace: `write_page(mixdepth.trace("runs/mod", "def f(x):"), "page.html")`."""
+def write_page(trace: "Trace", path: str | Path) -> Path:
+    """Write the page of a trace, as in `write_page(mixdepth.trace("runs/mod", "def f(x):"), "page.html")`."""
     path = Path(path)
     with writing(path):
         write_text(path, document(f"How {trace.name} routes a text", routing_section(trace)))
@@ -21,16 +26,17 @@ def write_page(trace: Trace, path: str | Path) -> Path:
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse what could not be written, before there is work to lose."""
+    """Refuse a path that cannot be written, before there is work to lose."""
     check_name(path)
     if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
         raise ValueError(f"the page cannot be written to {str(path)!r}: name a file in a folder that exists")
 
 
 def document(title: str, *sections: str) -> str:
-    """A self-contained page. Sections are HTML; the title is text."""
-    parts = files("mixdepth.report")
-    style, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    """Return a self-contained page. Sections are HTML; the title is text."""
+    package = files("mixdepth.report")
+    style = package.joinpath("page.css").read_text(encoding="utf-8")
+    script = package.joinpath("page.js").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -51,17 +57,17 @@ def document(title: str, *sections: str) -> str:
 """
 
 
-def routing_section(trace: Trace, name: str = "routing") -> str:
-    """The part of a page that shows a trace; `name` is its id, for pages with several."""
-    switch = "".join(
-        f'<label><input type="radio" name="{name}" value="{value}"{" checked" if value == "causal" else ""}>'
-        f"<span>{label}</span></label>"
-        for value, label in VIEWS.items()
-    )
+def routing_section(trace: "Trace", name: str = "routing") -> str:
+    """Return the part of a page that shows a trace; `name` is its id, for pages with several."""
+    switch = ""
+    for value, label in VIEWS.items():
+        checked = " checked" if value == "causal" else ""
+        switch += f'<label><input type="radio" name="{name}" value="{value}"{checked}><span>{label}</span></label>'
+    note = f'<p class="note">{escape(trace.note)}</p>' if trace.note else ""
     return f"""<section class="routing" id="{name}">
 <script type="application/json">{as_data(trace)}</script>
-<p>{escape(_about(trace))}</p>
-{f'<p class="note">{escape(trace.note)}</p>' if trace.note else ""}
+<p>{escape(_description(trace))}</p>
+{note}
 <p class="loss"></p>
 <fieldset><legend>Routing</legend>{switch}</fieldset>
 <p class="scale"></p>
@@ -80,7 +86,7 @@ A line separates windows of {trace.context:,} tokens, which are read one by one.
 <div class="layers wide"></div>
 <h2>Gates</h2>
 <p class="note">How far tokens move: of those that were chosen, and in grey what it would have been for the others.
-The outermost bars hold all that lies beyond.</p>
+The outermost bars hold all values beyond them.</p>
 <svg class="histogram" viewBox="0 0 488 182" role="img"></svg>
 <h2>Which tokens</h2>
 <p class="correlation"></p>
@@ -89,13 +95,14 @@ The outermost bars hold all that lies beyond.</p>
 """
 
 
-def as_data(trace: Trace) -> str:
-    """JSON that may stand inside a script element, whatever the text says."""
+def as_data(trace: "Trace") -> str:
+    """Return JSON that may stand inside a script element, whatever the text says."""
     text = json.dumps(trace.to_dict(), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # "<" could end the element; the two others end a line in JavaScript.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _about(trace: Trace) -> str:
+def _description(trace: "Trace") -> str:
     settings = trace.settings
     routed = f"{len(trace.layers)} of {trace.num_layers} layers decide"
     words = [f"scheme {settings['scheme']}", f"gate {settings['gate']}"]

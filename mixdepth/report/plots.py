@@ -1,4 +1,4 @@
-"""Plots of runs, from what they have logged, and of loss against speed: as PNG and SVG, or as a part of a page."""
+"""Plots of runs from their logs, and of loss against speed: as PNG and SVG, or as a part of a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ AnyRun = str | Path | Run
 
 
 def training_curves(runs: Sequence[AnyRun], out: str | Path) -> list[Path]:
-    """Loss against steps, FLOPs and time, runs side by side, in the folder `out`."""
+    """Plot loss against steps, FLOPs and time, for all runs in the same panels; return the paths in `out`."""
     return save(draw_curves(read_logs(runs)), out, "training")
 
 
@@ -26,7 +26,7 @@ def training_curves_svg(runs: Sequence[AnyRun]) -> str:
 
 
 def routing_profile(run: AnyRun, out: str | Path) -> list[Path]:
-    """What each routed layer of a run does, over training and at its end, in the folder `out`."""
+    """Plot what each routed layer of a run does, over training and at its end; return the paths in `out`."""
     log = _routed(run)
     return save(draw_profile(log), out, _file_name(log))
 
@@ -37,10 +37,11 @@ def routing_profile_svg(run: AnyRun) -> str:
 
 
 def loss_against_speed(rows: Sequence[Any], out: str | Path, reference: str | None = None) -> list[Path]:
-    """Loss against decode speed of the models in a list of rows, in the folder `out`.
+    """Plot loss against decode speed of the models in a list of rows; return the paths in the folder `out`.
 
     A row has `name`, `loss` and `tokens_per_second`; `low` and `high` are an interval of the speed, and the models of
-    a `group` look alike. With the name of a `reference` come lines at 1.03 times its loss and 1.25 times its speed.
+    a `group` share colour and marker. `reference` is the name of a row: there are lines at 1.03 times its loss and 1.25
+    times its speed.
     """
     return save(draw_speed(as_rows(rows), reference), out, "speed")
 
@@ -50,7 +51,7 @@ def loss_against_speed_svg(rows: Sequence[Any], reference: str | None = None) ->
 
 
 def plot(names: Sequence[str], out: str | Path, reference: str | None = None) -> list[Path]:
-    """All plots of these runs, or those of one JSON file of rows."""
+    """Draw all plots of these runs, or that of one JSON file of rows; return the paths in the folder `out`."""
     if len(names) == 1 and (Path(names[0]).is_file() or names[0].endswith(".json")):
         return loss_against_speed(read_rows(names[0]), out, reference)
     for name in names:
@@ -59,9 +60,11 @@ def plot(names: Sequence[str], out: str | Path, reference: str | None = None) ->
     if reference is not None:
         raise ValueError(f"reference={reference!r} has no meaning for runs: it is a row of a JSON file")
     logs = read_logs(names)
-    figures = {"training": draw_curves(logs)}
-    figures |= {_file_name(log): draw_profile(log) for log in logs if log.routing}
-    return [path for name, figure in figures.items() for path in save(figure, out, name)]
+    paths = save(draw_curves(logs), out, "training")
+    for log in logs:
+        if log.routing:
+            paths += save(draw_profile(log), out, _file_name(log))
+    return paths
 
 
 def _routed(run: AnyRun) -> Log:

@@ -1,4 +1,7 @@
-"""The routing profile of a run: what each routed layer does, over training and at its end."""
+"""The routing profile of a run: what each routed layer does, over training and at its end.
+
+Shapes: N lines of training, L routed layers.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +12,7 @@ from mixdepth.report.logs import Log, Numbers, smooth
 
 
 class Statistic(NamedTuple):
-    """One of the numbers that are logged for each routed layer."""
+    """One of the numbers that are logged for each routed layer, and how it is drawn."""
 
     key: str
     title: str
@@ -27,27 +30,33 @@ STATISTICS = (
     Statistic("gate_std", "Gate of chosen tokens: spread", "standard deviation of weights", False),
 )
 TARGET = FAINT | {"linestyle": "--", "alpha": 1, "zorder": 4}
+"""The look of lines at the configured capacity."""
+
 TOP = 1.03
-"""Of an axis of shares."""
+"""The upper end of an axis of shares."""
+
+MOST_LABELS = 16
+"""The most layers that are named below the bars."""
 
 
 @drawing
 def draw_profile(log: Log) -> Any:
-    """For each statistic a wide panel over training, and beside it bars over layers, with the same axis and colours."""
-    figure, axes = panels(12, 8.5, rows=3, columns=4, width_ratios=(3, 1.3, 3, 1.3))
-    colours = _colours(len(log.routed_layers))
-    pairs = axes.reshape(len(STATISTICS), 2)
-    for (left, right), statistic in zip(pairs, STATISTICS, strict=True):
-        right.sharey(left)
-        _over_training(left, log, statistic, colours)
-        _at_the_end(right, log, statistic, colours)
-    for left, right in pairs[-2:]:
-        left.set_xlabel("steps")
-        right.set_xlabel("layer")
-    for _, right in pairs[:2]:
-        right.set_title("the last tenth")
+    """Draw each statistic twice: over training, and to the right of it as bars over layers with the same axis."""
     number = len(log.routed_layers)
-    figure.suptitle(f"{log.name}: routing in {number} layer{'s' * (number > 1)}")
+    figure, axes = panels(12, 8.5, rows=3, columns=4, width_ratios=(3, 1.3, 3, 1.3))
+    colours = _colours(number)
+    pairs = axes.reshape(len(STATISTICS), 2)
+    for (wide, narrow), statistic in zip(pairs, STATISTICS, strict=True):
+        narrow.sharey(wide)
+        _over_training(wide, log, statistic, colours)
+        _at_the_end(narrow, log, statistic, colours)
+    for wide, narrow in pairs[-2:]:
+        wide.set_xlabel("steps")
+        narrow.set_xlabel("layer")
+    for _, narrow in pairs[:2]:
+        narrow.set_title("the last tenth")
+    layers = "1 layer" if number == 1 else f"{number} layers"
+    figure.suptitle(f"{log.name}: routing in {layers}")
     return figure
 
 
@@ -74,7 +83,10 @@ def _over_training(panel: Any, log: Log, statistic: Statistic, colours: list[Any
 
 
 def _top(log: Log, capacities: Numbers) -> float:
-    """Room for the targets and half as much again; where capacities begin higher, they come down from above."""
+    """Return the upper end of the axis of capacities: half as much again as the highest.
+
+    The first tenth of training does not count: capacities that begin higher come down from above the panel.
+    """
     highest = max(log.routing["target"].max(), capacities[len(capacities) // 10 :].max())
     return min(TOP, 1.5 * float(highest))
 
@@ -85,18 +97,20 @@ def _at_the_end(panel: Any, log: Log, statistic: Statistic, colours: list[Any]) 
     if statistic.key == CAPACITY:
         target = at_the_end(log.routing["target"])
         panel.hlines(target, places - 0.5, places + 0.5, **TARGET)
-    every = -(-len(places) // 16)
-    turned = {"rotation": 90, "fontsize": "small"} if len(places) > 6 else {}
-    panel.set_xticks(places[::every], log.routed_layers[::every], **turned)
+    every = -(-len(places) // MOST_LABELS)
+    style: dict[str, Any] = {}
+    if len(places) > 6:
+        style = {"rotation": 90, "fontsize": "small"}
+    panel.set_xticks(places[::every], log.routed_layers[::every], **style)
     for label, colour in zip(panel.get_xticklabels(), colours[::every], strict=True):
         label.set_color(colour)
-    room = max(0.6, 2 - len(places) / 2)  # a single bar is no wall
+    room = max(0.6, 2 - len(places) / 2)  # so that a single bar does not fill the panel
     panel.set_xlim(-room, len(places) - 1 + room)
     panel.tick_params(labelleft=False)
 
 
 def at_the_end(values: Numbers) -> Numbers:
-    """The mean of the last tenth of the lines: (N, L) -> (L,)"""
+    """Return the mean of the last tenth of the lines: (N, L) -> (L,)."""
     mean: Numbers = values[-max(1, len(values) // 10) :].mean(0)
     return mean
 
@@ -104,4 +118,5 @@ def at_the_end(values: Numbers) -> Numbers:
 def _colours(number: int) -> list[Any]:
     from matplotlib.colors import LinearSegmentedColormap
 
-    return list(LinearSegmentedColormap.from_list("layers", RAMP)(np.linspace(0, 1, number)))
+    colours = LinearSegmentedColormap.from_list("layers", RAMP)
+    return list(colours(np.linspace(0, 1, number)))

@@ -1,16 +1,19 @@
-"""Loss against decode speed, from a list of measurements."""
+"""A plot of loss against decode speed, from a list of measurements."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mixdepth.config import is_number
 from mixdepth.files import read_json
 from mixdepth.report.figures import COLOURS, FAINT, drawing, look, panels
 
-MORE_LOSS, FASTER = 1.03, 1.25
-"""The goal, relative to the reference: at most so much loss, at least so fast."""
+MOST_LOSS = 1.03
+LEAST_SPEED = 1.25
+"""The goal, relative to the loss and the speed of the reference."""
+
 PLACES = (
     (8, 0, "left", "center"),
     (-8, 0, "right", "center"),
@@ -21,59 +24,68 @@ PLACES = (
     (-7, 7, "right", "bottom"),
     (-7, -7, "right", "top"),
 )
-"""Where a name may stand beside its mark, the best first: points to the right and up, and its alignment."""
+"""The places of a name next to its mark, the best one first: points to the right and up, and the alignment."""
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Row:
     """One model's measurements."""
 
     name: str
     loss: float
     tokens_per_second: float
     low: float | None = None
-    """The interval of the speed, with `high`."""
+    """The lower end of an interval of the speed. It comes together with `high`."""
     high: float | None = None
     group: str | None = None
-    """Models of a group share colour and marker."""
+    """The models of a group share colour and marker."""
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a JSON file."""
+    """Read the rows of a JSON file."""
     if not Path(path).is_file():
-        raise ValueError(f"{str(path)!r} is no file: give one with a list of rows, or the folders of runs")
+        raise ValueError(f"{str(path)!r} is not a file: give one with a list of rows, or the folders of runs")
     return as_rows(read_json(Path(path)), repr(str(path)))
 
 
 def as_rows(rows: Any, where: str = "the list") -> list[Row]:
-    """Rows as given, checked."""
+    """Check rows, and turn those that are mappings into values."""
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
         raise ValueError(f"{where} must be a list of rows, each with name, loss and tokens_per_second")
-    return [row if isinstance(row, Row) else _row(row, f"row {i} of {where}") for i, row in enumerate(rows, 1)]
+    return [_as_row(row, f"row {number} of {where}") for number, row in enumerate(rows, 1)]
 
 
-def _row(row: Any, where: str) -> Row:
+def _as_row(row: Any, where: str) -> Row:
+    if isinstance(row, Row):
+        return row
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} must have name, loss and tokens_per_second, and is {row!r}")
     for name in ("name", "loss", "tokens_per_second"):
         if name not in row:
             raise ValueError(f"{where} has no {name}")
-    given = {name: row[name] for name in Row._fields if row.get(name) is not None}
+    values = {field.name: row[field.name] for field in fields(Row) if row.get(field.name) is not None}
     for name in ("loss", "tokens_per_second", "low", "high"):
-        if name in given and not (is_number(given[name]) and math.isfinite(given[name]) and given[name] > 0):
-            raise ValueError(f"{where}: {name} must be a positive number, not {given[name]!r}")
-    if ("low" in given) != ("high" in given):
+        if name in values and not _is_positive(values[name]):
+            raise ValueError(f"{where}: {name} must be a positive number, not {values[name]!r}")
+    if ("low" in values) != ("high" in values):
         raise ValueError(f"{where}: low and high come together")
-    return Row(**{**given, "name": str(row["name"])})
+    values["name"] = str(row["name"])
+    return Row(**values)
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value) and value > 0
 
 
 @drawing
 def draw_speed(rows: Sequence[Row], reference: str | None = None) -> Any:
-    """A mark for each model, with its name; with a reference also the goal: nearly its loss, and faster."""
+    """Draw a mark with a name for each model; with a reference also the goal: nearly its loss, and faster."""
     from matplotlib.lines import Line2D
 
     figure, panel = panels(8, 5.4)
+    # 1. Marks, and lines for the intervals.
     groups = list(dict.fromkeys(row.group for row in rows))
-    styles = {group: look(number + 1) for number, group in enumerate(groups)}
+    styles = {group: look(number) for number, group in enumerate(groups, 1)}
     for row in rows:
         style = styles[row.group]
         if row.low is not None:
@@ -82,13 +94,16 @@ def draw_speed(rows: Sequence[Row], reference: str | None = None) -> Any:
     panel.set_xlabel("decode speed (tokens per second)")
     panel.set_ylabel("loss (nats per token)")
     panel.margins(0.15)
+    # 2. The goal, and a legend of the groups.
     if reference is not None:
         _draw_goal(panel, _find(rows, reference))
-    named = {group: style for group, style in styles.items() if group is not None}
-    if named:
-        panel.legend(
-            handles=[Line2D([], [], label=group, **style | {"linestyle": ""}) for group, style in named.items()]
-        )
+    handles = []
+    for group, style in styles.items():
+        if group is not None:
+            handles.append(Line2D([], [], label=group, **style | {"linestyle": ""}))
+    if handles:
+        panel.legend(handles=handles)
+    # 3. Names come last, because they avoid everything else.
     _write_names(figure, panel, rows)
     return figure
 
@@ -97,43 +112,61 @@ def _find(rows: Sequence[Row], reference: str) -> Row:
     for row in rows:
         if row.name == reference:
             return row
-    raise ValueError(f"the reference {reference!r} is none of the rows: {', '.join(row.name for row in rows)}")
+    names = ", ".join(row.name for row in rows)
+    raise ValueError(f"the reference {reference!r} is none of the rows: {names}")
 
 
 def _draw_goal(panel: Any, reference: Row) -> None:
-    """Lines at the goal, and its corner of the panel, of the reference's loss and speed."""
-    x, y = FASTER * reference.tokens_per_second, MORE_LOSS * reference.loss
+    """Draw lines at the goal, shade its corner of the panel, and circle the reference."""
+    x = LEAST_SPEED * reference.tokens_per_second
+    y = MOST_LOSS * reference.loss
     panel.plot(reference.tokens_per_second, reference.loss, "o", markersize=15, fillstyle="none", color=COLOURS[0])
     panel.axhline(y, linestyle="--", **FAINT)
     panel.axvline(x, linestyle="--", **FAINT)
-    (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
+    limits = {"xlim": panel.get_xlim(), "ylim": panel.get_ylim()}
+    left, right = limits["xlim"]
+    low, _ = limits["ylim"]
     panel.fill_between([x, right], low, y, color=COLOURS[3], alpha=0.08, linewidth=0, zorder=0)
-    panel.set(xlim=(left, right), ylim=(low, high))
+    panel.set(**limits)
     small = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": "small", "color": COLOURS[0]}
-    panel.annotate(f"+{100 * (MORE_LOSS - 1):.0f} % loss", (left, y), **small)
-    panel.annotate(f"{FASTER} x speed", (x, low), **small)
+    panel.annotate(f"+{100 * (MOST_LOSS - 1):.0f} % loss", (left, y), **small)
+    panel.annotate(f"{LEAST_SPEED} x speed", (x, low), **small)
 
 
 def _write_names(figure: Any, panel: Any, rows: Sequence[Row]) -> None:
-    """Each name beside its mark, at the place where it covers least of what is there already."""
+    """Write each name next to its mark, at the place where it covers least of what is there already."""
+    figure.draw_without_rendering()  # after this, marks and axes are where they will be
+    artists = [*panel.lines, *panel.texts]
+    if panel.get_legend() is not None:
+        artists.append(panel.get_legend())
+    occupied = [artist.get_window_extent().padded(2) for artist in artists]
+    for row in rows:
+        mark = (row.tokens_per_second, row.loss)
+        name = panel.annotate(row.name, mark, (0, 0), textcoords="offset points", fontsize="small", in_layout=False)
+        areas = []
+        for place in PLACES:
+            _move(name, place)
+            areas.append(_covered_area(name, panel, occupied))
+        best = areas.index(min(areas))
+        _move(name, PLACES[best])
+        occupied.append(name.get_window_extent())
+
+
+def _move(name: Any, place: tuple[int, int, str, str]) -> None:
+    right, up, horizontal, vertical = place
+    name.set(position=(right, up), horizontalalignment=horizontal, verticalalignment=vertical)
+
+
+def _covered_area(name: Any, panel: Any, occupied: Sequence[Any]) -> float:
+    """Return how much a name covers of what is there already, together with its part outside the panel."""
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()  # from here on all is where it will be
-    there = [*panel.lines, *panel.texts, *filter(None, [panel.get_legend()])]
-    taken = [artist.get_window_extent().padded(2) for artist in there]
-    for row in rows:
-        at = (row.tokens_per_second, row.loss)
-        name = panel.annotate(row.name, at, (0, 0), textcoords="offset points", fontsize="small", in_layout=False)
-
-        def covered(place: tuple[int, int, str, str], name: Any = name) -> float:
-            name.set(position=place[:2], horizontalalignment=place[2], verticalalignment=place[3])
-            box = name.get_window_extent()
-            outside = _area(box) - _area(Bbox.intersection(box, panel.bbox))
-            return outside + sum(_area(Bbox.intersection(box, other)) for other in taken)
-
-        covered(min(PLACES, key=covered))
-        taken.append(name.get_window_extent())
+    box = name.get_window_extent()
+    outside = _area(box) - _area(Bbox.intersection(box, panel.bbox))
+    return outside + sum(_area(Bbox.intersection(box, other)) for other in occupied)
 
 
 def _area(box: Any) -> float:
-    return 0.0 if box is None else float(box.width * box.height)
+    if box is None:  # two boxes that do not meet
+        return 0.0
+    return float(box.width * box.height)

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import xml.dom.minidom
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import mixdepth
 from mixdepth.cli import main
 from mixdepth.report import plots
 from mixdepth.report.figures import COLOURS, INK, RAMP
-from mixdepth.report.logs import Evaluation, read_logs, smooth
+from mixdepth.report.logs import LoggedEvaluation, read_logs, smooth
 from mixdepth.report.routing_of_layers import STATISTICS, draw_profile
 from mixdepth.report.tradeoff import as_rows, draw_speed
 from mixdepth.report.training_curves import draw_curves
@@ -110,12 +111,12 @@ def test_the_held_out_loss_is_marked_where_it_was_measured_and_look_ahead_stands
 
 def test_all_held_out_losses_are_in_view_and_the_steep_beginning_of_a_long_run_is_not(runs):
     (log,) = read_logs([runs / "mod"])
-    low, high = draw_curves([log._replace(loss=1 + 9 / log.steps, evaluations=[])]).axes[0].get_ylim()
+    low, high = draw_curves([replace(log, loss=1 + 9 / log.steps, evaluations=[])]).axes[0].get_ylim()
     assert low < 1.15 < 2.5 < high < 4
-    apart = [Evaluation(30, 9.0, 8.0), Evaluation(60, 8.5, 0.5)]
-    low, high = draw_curves([log._replace(evaluations=apart)]).axes[0].get_ylim()
+    apart = [LoggedEvaluation(30, 9.0, 8.0), LoggedEvaluation(60, 8.5, 0.5)]
+    low, high = draw_curves([replace(log, evaluations=apart)]).axes[0].get_ylim()
     assert low < 0.5 < 9.0 < high
-    diverged = draw_curves([log._replace(evaluations=[Evaluation(60, float("nan"), None)])])
+    diverged = draw_curves([replace(log, evaluations=[LoggedEvaluation(60, float("nan"), None)])])
     assert np.isfinite(diverged.axes[0].get_ylim()).all()
 
 
@@ -239,7 +240,7 @@ def test_loss_against_speed_has_a_mark_an_interval_and_a_name_for_each_row(tmp_p
         (["begun", "rows.json"], "'rows.json' is a file: give the folders of runs, or one JSON file alone"),
         (["good", "--reference", "x"], "reference='x' has no meaning for runs"),
         (["good", "--out", "rows.json"], "'rows.json' cannot be written"),
-        (["missing.json"], "'missing.json' is no file"),
+        (["missing.json"], "'missing.json' is not a file"),
         (["broken.json"], "'broken.json' is damaged"),
         (["empty.json"], "'empty.json' must be a list of rows"),
         (["rows.json", "--reference", "x"], "the reference 'x' is none of the rows: original"),
