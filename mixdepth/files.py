@@ -50,6 +50,11 @@ def is_inside(name: Any) -> bool:
     return isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
+def shortened(text: str, length: int = 60) -> str:
+    """Quote a text that may be long, or hold characters that a terminal obeys."""
+    return repr(text) if len(text) <= length else f"{text[:length]!r}..."
+
+
 def explained(error: Exception) -> str:
     """An error as a sentence, without the number that the system has for it."""
     if not isinstance(error, OSError) or error.strerror is None:
@@ -79,7 +84,7 @@ def read_json(path: Path, keys: Sequence[str] = (), way_out: str = RESTORE) -> A
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{str(path.parent)!r} is not the folder of a run: it has no {path.name}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error}): {way_out}") from error
     check_keys(value, keys, path, way_out)
     return value
@@ -109,7 +114,7 @@ def writing(path: Path) -> Iterator[None]:
         reason = _reason(error)
         way_out = "choose another folder"
         if _is_full(error):
-            way_out = "make room or choose another folder, and the same command goes on from there"
+            way_out = "make room or choose another folder, and give the same command again"
         raise OSError(
             f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: {way_out}"
         ) from error

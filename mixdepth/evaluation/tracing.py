@@ -259,6 +259,8 @@ def _route_windows(model: RoutedCausalLM, ids: Tensor) -> dict[str, Tensor]:
     """Route windows (W, C) in one pass; return what it says of their tokens, by name: (W * C,) or (L, W * C)."""
     routers: list[Router] = list(model.depth_routers)
     out: Any = model(ids, output_routes=True, use_cache=False)
+    if out.logits.isnan().any():
+        raise ValueError("the model computes NaN on this text: its weights or its config.json are damaged")
     routes: list[Route] = list(out.routes)
     surprise, entropy = _surprise_and_entropy(out.logits, ids)
     # Each of these has one tensor (W, C) for each layer.

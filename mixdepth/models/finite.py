@@ -1,10 +1,13 @@
 """Weights that are not finite: with them a model computes nothing, and routers choose nobody in silence."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mixdepth.modes import lookahead
 from mixdepth.router import Chooser
 
 
@@ -18,6 +21,23 @@ def check_finite(model: nn.Module, name: str) -> None:
                 f"the weights of {name!r} are not finite: {key!r} holds {problem}; copy the model again, or go back to "
                 "an earlier checkpoint"
             )
+
+
+@torch.no_grad()
+def check_computes(model: Any, name: str) -> None:
+    """Refuse a model whose settings make NaN of finite weights, or that cannot compute at all, on a text of two tokens.
+
+    Every layer runs, so that the routing does not matter.
+    """
+    tokens = torch.arange(2)[None]  # (1, 2)
+    is_routed = any(isinstance(module, Chooser) for module in model.modules())
+    with lookahead(model) if is_routed else nullcontext():
+        logits = model(tokens, use_cache=False).logits  # (1, 2, V)
+    if not logits.isfinite().all():
+        raise ValueError(
+            f"{name!r} computes no numbers, though its weights are finite: its config.json or its weights are "
+            "damaged; copy the model again"
+        )
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

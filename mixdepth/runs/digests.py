@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mixdepth.files import is_inside, read_json, write_json
+from mixdepth.files import is_inside, read_json, shortened, write_json
 
 DIGESTS = "digests.json"
 OF_MODELS = (
@@ -26,6 +26,7 @@ OF_MODELS = (
     "merges.txt",
     "*.model",
     "chat_template.*",
+    "adapter_*",
 )
 """The files of a folder that say what its model computes. The model card is not among them: people edit it."""
 
@@ -46,15 +47,14 @@ def difference(folder: Path, digests: Any) -> str | None:
         return "its digests are not by file name"
     for name, digest in digests.items():
         if not is_inside(name):
-            return f"its digests name {name!r}, which is not in the folder"
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
+            return f"its digests name {shortened(name)}, which is not in the folder"
         try:
-            with open(path, "rb") as file:
+            with open(folder / name, "rb") as file:
                 is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+        except FileNotFoundError:
+            return f"{shortened(name)} is missing"
+        except (OSError, ValueError) as error:  # a name may be none that a file can have
+            return f"{shortened(name)} cannot be read: {getattr(error, 'strerror', None) or error}"
         if not is_same:
             return f"{name} is not what was written"
     return None
@@ -62,19 +62,35 @@ def difference(folder: Path, digests: Any) -> str | None:
 
 def write_digests(folder: Path) -> None:
     """Write digests.json for the finished model in this folder."""
-    files = {path for pattern in OF_MODELS for path in folder.glob(pattern) if path.is_file()}
-    write_json(folder / DIGESTS, {"files": digests_of(folder, files)})
+    write_json(folder / DIGESTS, {"files": digests_of(folder, _model_files(folder))})
 
 
 def change(folder: Path) -> str | None:
     """Say what has changed in a finished model's folder; None if nothing has, or if nobody wrote its digests."""
     path = folder / DIGESTS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
-        content = read_json(path, ("files",))
-    except ValueError:
+        digests = read_json(path, ("files",))["files"]
+    except (OSError, ValueError):
         return f"{DIGESTS} is damaged"
-    problem = difference(folder, content["files"])
-    is_of_digests = problem is not None and problem.startswith("its digests")
-    return f"{DIGESTS} is damaged: {problem}" if is_of_digests else problem
+    problem = difference(folder, digests)
+    if problem is not None and problem.startswith("its digests"):
+        return f"{DIGESTS} is damaged: {problem}"
+    if problem is not None:
+        return problem
+    # transformers reads whatever lies in a folder, such as an adapter next to a model
+    for file in sorted(_model_files(folder)):
+        if file.name not in digests:
+            return f"{shortened(file.name)} was added"
+    return None
+
+
+def _model_files(folder: Path) -> set[Path]:
+    """Find the files of a folder that say what its model computes."""
+    files = set()
+    for pattern in OF_MODELS:
+        for path in folder.glob(pattern):
+            if path.is_file():
+                files.add(path)
+    return files

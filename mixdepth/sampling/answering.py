@@ -145,6 +145,8 @@ class _SomeChoice(LogitsProcessor):
     """Refuses a request whose settings rule out every token: one would be drawn all the same, or none could be."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise RuntimeError("the model computes NaN: its weights or its config.json are damaged")
         has_choice = scores.isfinite().any(dim=-1)  # (rows,)
         if not has_choice.all():
             raise ValueError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from mixdepth.data.tokenizers import pieces
 from mixdepth.hf.model import RoutedCausalLM
@@ -86,17 +86,20 @@ def generate(
     stops = options.get("eos_token_id", model.generation_config.eos_token_id)
     stops = torch.tensor([] if stops is None else stops, dtype=torch.long).flatten().tolist()
     streamer = None if stream is None else FirstRow(tokenizer, stream, stops)
+    processors = LogitsProcessorList(options.pop("logits_processor", []))
+    if not options.get("do_sample", model.generation_config.do_sample):  # torch itself refuses to sample from NaN
+        processors.append(RefuseNaN())
     try:
-        ids = model.generate(**batch, streamer=streamer, **options)  # (B, T)
+        ids = model.generate(**batch, streamer=streamer, logits_processor=processors, **options)  # (B, T)
     except TypeError as error:
         raise ValueError(str(error)) from error
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
-        given = ", ".join(f"{name}={options[name]!r}" for name in OF_SAMPLING if name in options)
+        settings = ", ".join(f"{name}={options[name]!r}" for name in OF_SAMPLING if name in options)
         raise ValueError(
-            f"{given or 'the generation settings of this model'} leave no probabilities to sample from: take "
-            "others, or the likeliest token (do_sample=False, --greedy)"
+            f"there are no probabilities to sample from with {settings or 'the generation settings of this model'}: "
+            "choose others, or the most likely token (do_sample=False, --greedy)"
         ) from error
     num_given = batch["input_ids"].shape[1]
     mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, num_given:])], 1).bool()
@@ -114,6 +117,18 @@ def generate(
         whole = tuple(piece for piece, _ in found)
         texts.append(Text(prompt, completion, whole, means, num_routed, tuple(tokens), num_prompt))
     return texts
+
+
+class RefuseNaN(LogitsProcessor):
+    """Ends the generation of a text on which the model computes NaN: the most likely token would be token 0."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise ValueError(
+                "the model computes NaN on this text: its weights or its config.json are damaged, or its numbers are "
+                "beyond its precision"
+            )
+        return scores
 
 
 def _that_pads(tokenizer: Any) -> Any:
