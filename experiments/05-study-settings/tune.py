@@ -29,7 +29,7 @@ SLOWER = {"routed_learning_rate": 0.35, "router_learning_rate": 0.35}
 DENSE = {"depth": None}
 RULE = 5.7e-3
 HEADS = {64: 2, 80: 5}
-"""As they followed from the width when the first of these runs were made; see LOG.md for what that did."""
+"""Heads by width, as they were when the first of these runs were made. Experiment 06 shows what that did."""
 NARROW = {**LONG, **FINE, "heads": 4}
 HALF_RATE = {"routed_learning_rate": 0.5, "router_learning_rate": 0.5}
 THRESHOLD = {**NARROW, **SLOWER, "depth": {"causal": "threshold"}}

@@ -36,8 +36,17 @@ def curve(budget: float, variant: str, points: str) -> Curve:
     for point in points.split():
         size, loss = map(float, point.split(":"))
         losses = {0: loss}
-        found.append(Point(f"{size:.0f}M", int(size * 1e6), math.nan, losses, losses, {0: None}))
-    return Curve(budget, variant, tuple(found), SEEDS, len(found))
+        found.append(
+            Point(
+                shape=f"{size:.0f}M",
+                parameters=int(size * 1e6),
+                flops_per_token=math.nan,
+                losses=losses,
+                lookahead_losses=losses,
+                capacities={0: None},
+            )
+        )
+    return Curve(budget=budget, variant=variant, points=tuple(found), seeds=SEEDS, num_planned=len(found))
 
 
 header("FLOPs", "best against best", "by the best sizes", "optimum, parameters", "by the best sizes", "crossing")
