@@ -119,7 +119,7 @@ def check_settings(model: PreTrainedModel, config: DepthConfig) -> None:
         return
     if model_type not in EXPERTS or not any(expert_block(layer) for layer in layers):
         raise ValueError(
-            f"experts={config.experts!r} needs a mixture of experts (one of {', '.join(EXPERTS)}), not {model_type!r}"
+            f"experts={config.experts.scheme!r} needs a mixture of experts (one of {', '.join(EXPERTS)}), not {model_type!r}"
         )
     if getattr(model.config, "router_jitter_noise", 0):
         raise ValueError(

@@ -1,13 +1,14 @@
 """`route` and `unroute`: a language model becomes a routed one, and back; `set_capacity`."""
 
 import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth import schemes
+from mixdepth.config import DepthConfig
 from mixdepth.hf.architectures import check_settings, check_supported, decoder_layers
 from mixdepth.hf.classes import routed_classes
 from mixdepth.hf.model import RoutedCausalLM, unwrapped
@@ -23,17 +24,13 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     their names; each routed layer gets a new router.
     """
     if config is None:
-        known = [field.name for field in fields(DepthConfig)]
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ValueError(f"there is no setting {unknown[0]!r}; the settings are {', '.join(known)}")
-        config = DepthConfig(**settings)
+        config = DepthConfig.from_flat(**settings)
     elif not isinstance(config, DepthConfig):
         raise ValueError(f"the settings must be a DepthConfig or given by name (capacity=...), not {config!r}")
     elif settings:
         raise ValueError(f"give a DepthConfig or settings, not both: {', '.join(settings)}")
-    if config.scheme in LOOKS_AHEAD:
-        config = replace(config, causal=config.causal or "predictor")
+    if config.causal is None:
+        config = replace(config, causal=schemes.default_causal_rule(config.scheme))
     if isinstance(model, RoutedCausalLM):
         raise ValueError("the model is routed already: change its capacity with mixdepth.set_capacity")
     check_supported(model)
