@@ -73,8 +73,14 @@ class Served:
         return min(self.positions - 1, self.limits.prompt_tokens)
 
     @functools.cached_property
-    def max_letters(self) -> int:
-        """A text of more characters has more tokens than the longest prompt, whatever it says."""
+    def max_letters(self) -> float:
+        """The number of characters beyond which a text has too many tokens, whatever it says.
+
+        There is no such number for a tokenizer that changes the text first: it may make it shorter.
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.normalizer is not None:
+            return math.inf
         return self.max_tokens * max(map(len, self.tokenizer.get_vocab()))
 
     @functools.cached_property
@@ -191,6 +197,11 @@ def check_request(served: Served, num_tokens: int, settings: Any, *, is_streamed
     for token in ends if isinstance(ends, list) else [ends]:
         if token is not None and token >= len(served.tokenizer):
             raise ValueError(f"eos_token_id={token} is no token of this model, which has {len(served.tokenizer)}")
+    for (token,) in settings.sequence_bias or {}:
+        if token >= len(served.tokenizer):
+            raise ValueError(
+                f"logit_bias has the token {token}, and this model has {len(served.tokenizer)} tokens: leave it out"
+            )
 
 
 class OneByOne(GenerateManager):

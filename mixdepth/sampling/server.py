@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_serve_available
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.models.loading import load
 from mixdepth.sampling.gate import Gate, check_host, uvicorn_options
-from mixdepth.sampling.server_limits import Limits, RefusedError, error_body
+from mixdepth.sampling.server_limits import Limits, RefusedError, error_body, shown
 from mixdepth.text import tell
 
 
@@ -61,6 +61,7 @@ def _application(served: Any) -> Any:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
+    from starlette.exceptions import HTTPException
     from starlette.routing import Route
     from transformers.cli.serving.server import build_server
 
@@ -87,8 +88,16 @@ def _application(served: Any) -> Any:
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "mixdepth"}
         return JSONResponse({"object": "list", "data": [model]})
 
+    async def tell_model(request: Any) -> JSONResponse:
+        name = request.path_params["name"]
+        if name != served.name:
+            sentence = f"this server has one model, {served.name!r}, not {shown(name)}"
+            return JSONResponse(error_body(sentence), status_code=404)
+        return JSONResponse({"id": served.name, "object": "model", "created": 0, "owned_by": "mixdepth"})
+
     kept = [route for route in app.router.routes if getattr(route, "path", None) in handlers]
     app.router.routes[:] = [*kept, Route("/health", health), Route("/v1/models", list_models)]
+    app.router.routes.append(Route("/v1/models/{name:path}", tell_model))
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
         """What a request makes impossible is the client's to mend."""
@@ -100,12 +109,17 @@ def _application(served: Any) -> Any:
         sentence = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return JSONResponse(error_body(sentence), status_code=400)
 
+    async def refuse_request(request: Any, error: HTTPException) -> JSONResponse:
+        """What the framework refuses by itself: unknown paths, wrong verbs, bodies that it cannot read."""
+        return JSONResponse(error_body(str(error.detail)), status_code=error.status_code)
+
     async def fail(request: Any, error: Exception) -> JSONResponse:
         sentence = "the server failed; its log says where"
         return JSONResponse(error_body(sentence, is_fault_of_server=True), status_code=500)
 
     for kind in (ValueError, KeyError, TypeError, AttributeError, IndexError, TemplateError, LeftError):
         app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(HTTPException, refuse_request)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(Exception, fail)
 

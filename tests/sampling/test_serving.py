@@ -157,6 +157,8 @@ def test_several_clients_get_each_their_own(client, folder):
         ("chat/completions", {"model": "small-mod", "messages": [{"content": "x"}]}),
         ("completions", b"{not json"),
         ("completions", b"[1, 2]"),
+        ("completions", b"[" * 100_000),
+        ("nothing", {}),
     ],
 )
 def test_a_bad_request_gets_a_4xx_and_the_server_lives_on(path, body, server, client):
@@ -183,6 +185,12 @@ def test_no_other_model_is_loaded_for_a_client(path, server):
 def test_there_are_no_pages_with_scripts_from_elsewhere(path, server):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{server}/{path}", timeout=60)
+
+
+def test_the_model_can_be_looked_up_by_its_name(client):
+    assert client.models.retrieve("small-mod").id == "small-mod"
+    with pytest.raises(openai.NotFoundError, match="this server has one model, 'small-mod', not 'gpt2'"):
+        client.models.retrieve("gpt2")
 
 
 def test_a_seed_and_a_logit_bias_have_an_effect(client):
