@@ -1,4 +1,4 @@
-"""The demo: dense and routed models, trained with the same FLOPs on the standard library's source, side by side."""
+"""The demo: train dense and routed models with the same FLOPs on the standard library's source, and compare them."""
 
 import json
 from collections.abc import Callable
@@ -22,83 +22,115 @@ from mixdepth.sampling.generation import generate
 from mixdepth.text import tell
 from mixdepth.training.job import train
 
-RESULTS, REPORT = "results.json", "report.html"
+RESULTS = "results.json"
+REPORT = "report.html"
+
 COMMON: dict[str, Any] = {"corpus": "stdlib", "batch_size": 4, "context": 256, "width": 64}
+"""Settings of training that all models share."""
+
 LAYERS = {"dense": 4, "shallow": 2, "routed": 4}
-"""The same model unrouted, a dense one that costs about as much for each token, and the routed one."""
+"""The models and their layers. `dense` is the routed model without routing; `shallow` is a dense model that costs about
+as much for each token as the routed one."""
+
 NAMES = {"dense": "dense", "shallow": "dense, shallow", "routed": "routed"}
+
 OTHERS = ("dense", "shallow")
+"""The models that the routed one is compared with."""
+
 PROMPT = "def get_"
-WINDOWS = 512
-TRACED = 4 * COMMON["context"]
+
+NUM_WINDOWS = 512
+"""How many windows of held-out text the models are evaluated on."""
+
+NUM_TRACED_TOKENS = 4 * COMMON["context"]
+"""How many tokens of held-out text the report shows the routes of."""
 
 
 @one_thread()
 def run(
     out: str | Path = "demo", flops: float = 2.5e12, capacity: float = 0.125, every: int = 2, seed: int = 0
 ) -> dict[str, Any]:
-    """Train the models, or go on where an earlier call was stopped; evaluate, time and weigh them; write the report.
+    """Train the models, compare them, and write a report; return the numbers.
 
-    All is kept in the folder `out`, and what is there is not done again. Returns the numbers.
+    The folder `out` keeps all results. A call resumes what an earlier call has left unfinished, and does nothing twice.
     """
+    # 1. Check the settings before anything takes time.
     check_matplotlib()
-    depth, folder = DepthConfig(capacity=capacity, every=every), Path(out)
-    depth.routed_layers(LAYERS["routed"])  # says now what is wrong with them
+    depth = DepthConfig(capacity=capacity, every=every)
+    depth.routed_layers(LAYERS["routed"])  # refuses layers that the model does not have
+    folder = Path(out)
+    # 2. Train each model with the same FLOPs.
     runs = {}
     for kind, layers in LAYERS.items():
         tell(f"training the {kind} model ({layers} layers, {flops:.3g} FLOPs)")
-        settings = {**COMMON, "layers": layers, "depth": depth if kind == "routed" else None}
-        settings |= {"flops": flops, "seed": seed}
-        runs[kind] = train(folder / kind, **settings, log_every=20, eval_windows=64)
+        runs[kind] = train(
+            folder / kind,
+            **COMMON,
+            layers=layers,
+            depth=depth if kind == "routed" else None,
+            flops=flops,
+            seed=seed,
+            log_every=20,
+            eval_windows=64,
+        )
+    # 3. Evaluate them, time them, and sample from them.
     results = _Results(folder / RESULTS, runs)
-    results.once("comparison", partial(_compared, runs))
+    results.once("comparison", partial(_compare, runs))
     for kind in OTHERS:
-        results.once(f"speed against {kind}", partial(_timed, runs[kind], runs["routed"]))
-    results.once("samples", partial(_sampled, runs))
-    columns = [_column(kind, runs[kind], results.found) for kind in runs]
-    print(summary(columns))
-    print(f"\na sample of the routed model:\n{results.found['samples']['routed']}\n")
-    verdict = [_verdict(kind, results.found) for kind in OTHERS]
-    report = write_report(folder / REPORT, columns, verdict, results.found, list(runs.values()), traced(runs["routed"]))
+        results.once(f"speed against {kind}", partial(_measure_speeds, runs[kind], runs["routed"]))
+    results.once("samples", partial(_sample, runs))
+    # 4. Print the results, and write the report.
+    values = results.values
+    models = [_column(kind, runs[kind], values) for kind in runs]
+    verdict = [_verdict(kind, values) for kind in OTHERS]
+    print(summary(models))
+    print(f"\na sample of the routed model:\n{values['samples']['routed']}\n")
+    report = write_report(folder / REPORT, models, verdict, values, list(runs.values()), traced(runs["routed"]))
     print("\n".join([*verdict, f"the report: {report}"]))
-    return results.found
+    return values
 
 
 class _Results:
-    """What was found so far of these runs, in a file that grows; what was found of others is forgotten."""
+    """The results so far of these runs, in a file that grows. Results of other runs in that file are dropped."""
 
     def __init__(self, path: Path, runs: dict[str, Run]) -> None:
         self.path = path
         models = {kind: {"settings": run.settings.to_dict(), "result": run.result} for kind, run in runs.items()}
-        self.found: dict[str, Any] = {"runs": json.loads(json.dumps(models))}
-        if path.exists() and (before := read_json(path)).get("runs") == self.found["runs"]:
-            self.found = before
+        as_in_file = json.loads(json.dumps(models))  # tuples are lists there
+        self.values: dict[str, Any] = {"runs": as_in_file}
+        if path.exists():
+            earlier = read_json(path)
+            if earlier.get("runs") == as_in_file:
+                self.values = earlier
 
     def once(self, name: str, make: Callable[[], Any]) -> None:
-        if name not in self.found:
-            self.found[name] = make()
-            with writing(self.path):
-                write_json(self.path, self.found)
+        """Make the result of this name, unless it is there already."""
+        if name in self.values:
+            return
+        self.values[name] = make()
+        with writing(self.path):
+            write_json(self.path, self.values)
 
 
-def _compared(runs: dict[str, Run]) -> Any:
+def _compare(runs: dict[str, Run]) -> dict[str, Any]:
     tell("evaluating all, causally, on held-out text")
-    found = evaluate_runs([str(run.folder) for run in runs.values()], windows=WINDOWS)
-    entries = dict(zip(runs, found.entries, strict=True))
+    comparison = evaluate_runs([str(run.folder) for run in runs.values()], windows=NUM_WINDOWS)
+    entries = dict(zip(runs, comparison.entries, strict=True))
     differences = {}
     for kind in OTHERS:
-        difference = Comparison(entries=[entries[kind], entries["routed"]]).difference(entries["routed"])
+        pair = Comparison(entries=[entries[kind], entries["routed"]])
+        difference = pair.difference(entries["routed"])
         assert difference is not None  # all are evaluated on the same windows
-        differences[kind] = difference._asdict()
-    return {**found.to_dict(), "routed_minus": differences}
+        differences[kind] = difference.to_dict()
+    return {**comparison.to_dict(), "routed_minus": differences}
 
 
-def _timed(dense: Run, routed: Run) -> Any:
+def _measure_speeds(dense: Run, routed: Run) -> dict[str, Any]:
     tell(f"timing {routed.folder.name} against {dense.folder.name}: a training step, a prompt, decoding")
     speeds = measure_speed(
         load(str(dense.folder)).model,
         load(str(routed.folder)).model,
-        torch.tensor(text_of(dense).validation.tokens[: 2**16].tolist()),
+        torch.tensor(text_of(dense).validation.tokens[: 2**16].tolist()),  # (tokens,)
         prompts=(64,),
         new_tokens=64,
         train_batch_size=COMMON["batch_size"],
@@ -107,40 +139,51 @@ def _timed(dense: Run, routed: Run) -> Any:
     return {**speeds.to_dict(), "table": str(speeds)}
 
 
-def _sampled(runs: dict[str, Run]) -> dict[str, str]:
+def _sample(runs: dict[str, Run]) -> dict[str, str]:
     options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": True, "temperature": 0.8, "seed": 0}
-    texts = {kind: generate(str(run.folder), PROMPT, **options)[0] for kind, run in runs.items()}
-    return {kind: text.prompt + text.completion for kind, text in texts.items()}
+    samples = {}
+    for kind, run in runs.items():
+        (text,) = generate(str(run.folder), PROMPT, **options)
+        samples[kind] = text.prompt + text.completion
+    return samples
 
 
 def traced(run: Run) -> Trace:
-    """Where the tokens of some held-out text go."""
-    model, tokenizer, *_ = load(str(run.folder))
-    ids = text_of(run).validation.tokens[:TRACED].tolist()
-    return trace_tokens(model, ids, tokenizer, context=COMMON["context"], name="the routed model")
+    """Return the routes of some held-out text."""
+    loaded = load(str(run.folder))
+    ids = text_of(run).validation.tokens[:NUM_TRACED_TOKENS].tolist()
+    return trace_tokens(loaded.model, ids, loaded.tokenizer, context=COMMON["context"], name="the routed model")
 
 
-def _verdict(kind: str, found: dict[str, Any]) -> str:
-    """The routed model against another, in a sentence."""
-    models = dict(zip(LAYERS, found["comparison"]["models"], strict=True))
-    loss, other = models["routed"]["loss"], models[kind]["loss"]
-    change = "{mean:+.4f} nats per byte, from {low:+.4f} to {high:+.4f} over windows"
-    change = change.format(**found["comparison"]["routed_minus"][kind])
-    rows = {(row["what"], row["batch_size"]): row for row in found[f"speed against {kind}"]["rows"]}
-    cache = rows["decode", 1]["cache"]
+def _measurements(speeds: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the rows of `measure_speed` by what was measured and by batch size."""
+    return {(row["what"], row["batch_size"]): row for row in speeds["rows"]}
+
+
+def _verdict(kind: str, values: dict[str, Any]) -> str:
+    """Compare the routed model with another one, in a sentence."""
+    models = dict(zip(LAYERS, values["comparison"]["models"], strict=True))
+    ratio = models["routed"]["loss"] / models[kind]["loss"]
+    direction = "lower" if ratio < 1 else "higher"
+    difference = values["comparison"]["routed_minus"][kind]
+    interval = "{mean:+.4f} nats per byte, from {low:+.4f} to {high:+.4f} over windows".format(**difference)
+    decoding = _measurements(values[f"speed against {kind}"])["decode", 1]
+    cache = decoding["cache"]
     return (
         f"Against {NAMES[kind]} ({LAYERS[kind]} layers), with the same training FLOPs: the loss with causal routing is "
-        f"{abs(loss / other - 1):.2%} {'lower' if loss < other else 'higher'} ({change}), one text is decoded at "
-        f"{Spread(**rows['decode', 1]['speed_up']):.2f} times the speed, and its cache takes "
+        f"{abs(ratio - 1):.2%} {direction} ({interval}), one text is decoded at "
+        f"{Spread(**decoding['speed_up']):.2f} times the speed, and its cache takes "
         f"{cache['routed'] / cache['dense']:.2f} times the bytes."
     )
 
 
-def _column(kind: str, run: Run, found: dict[str, Any]) -> Column:
-    """One model's numbers."""
-    model = found["comparison"]["models"][[*LAYERS].index(kind)]
-    measured = found["speed against shallow" if kind == "shallow" else "speed against dense"]["rows"]
-    speeds = {(row["what"], row["batch_size"]): row for row in measured}
+def _column(kind: str, run: Run, values: dict[str, Any]) -> Column:
+    """Collect one model's numbers."""
+    models = dict(zip(LAYERS, values["comparison"]["models"], strict=True))
+    model = models[kind]
+    # The routed model was timed against both others; these are its numbers against the dense one.
+    other = "shallow" if kind == "shallow" else "dense"
+    speeds = _measurements(values[f"speed against {other}"])
     side = "routed" if kind == "routed" else "dense"
     result = run.result
     assert result is not None

@@ -1,9 +1,10 @@
-"""The demo's report: models side by side, as a table for the terminal and as one HTML file."""
+"""The report of the demo: the models side by side, as a table for the terminal and as one HTML file."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mixdepth.evaluation.tracing import Trace
 from mixdepth.files import write_text, writing
@@ -15,30 +16,34 @@ from mixdepth.text import columns
 TITLE = "Mixture-of-Depths against dense models, at equal training FLOPs"
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Column:
     """One model's numbers."""
 
     name: str
     parameters: int
     flops: float
-    """Spent in training."""
+    """The FLOPs that were spent in training."""
     tokens: int
+    """The tokens that the model was trained on."""
     flops_per_token: float
     loss: float
     lookahead_loss: float
     bits_per_byte: float
     difference: dict[str, float] | None
-    """Loss minus that of the first model, with its interval; None for the first."""
+    """The loss minus that of the first model, with its interval; None for the first."""
     capacities: list[float]
-    """Realised, of each routed layer."""
+    """The realised capacity of each routed layer."""
     training: float
-    """Tokens per second."""
+    """Tokens per second in training."""
     decode: dict[int, float]
-    """Tokens per second, by batch size."""
+    """Tokens per second in decoding, by batch size."""
     cache_bytes: int
+    """The bytes of the cache of one text."""
 
     def cells(self) -> dict[str, str]:
-        return {
+        """Return the numbers as text, by the titles of their lines."""
+        cells = {
             "parameters": f"{self.parameters:,}",
             "training FLOPs": f"{self.flops:.3g}",
             "training tokens": f"{self.tokens:,}",
@@ -49,13 +54,15 @@ class Column(NamedTuple):
             "  against the first": _interval(self.difference),
             "realised capacity": " ".join(f"{capacity:.1%}" for capacity in self.capacities),
             "training, tokens/s": f"{self.training:,.0f}",
-            **{f"decoding {size} at once, tokens/s": f"{speed:,.0f}" for size, speed in self.decode.items()},
-            "cache of one text, KiB": f"{self.cache_bytes / 1024:.1f}",
         }
+        for size, speed in self.decode.items():
+            cells[f"decoding {size} at once, tokens/s"] = f"{speed:,.0f}"
+        cells["cache of one text, KiB"] = f"{self.cache_bytes / 1024:.1f}"
+        return cells
 
 
 def summary(models: Sequence[Column]) -> str:
-    """The models side by side."""
+    """Return a table with a column for each model."""
     return columns(_rows(models), left=(0,))
 
 
@@ -63,24 +70,34 @@ def write_report(
     path: Path,
     models: Sequence[Column],
     verdict: Sequence[str],
-    found: dict[str, Any],
+    values: dict[str, Any],
     runs: Sequence[Run],
     traced: Trace,
 ) -> Path:
-    """Write the report: the table, the curves, speeds and their limits, samples, and where tokens go."""
-    samples = "".join(f"<h3>{escape(kind)}</h3><pre>{escape(text)}</pre>" for kind, text in found["samples"].items())
-    speeds = [value["table"] for name, value in found.items() if name.startswith("speed")]
-    sections = (
-        *(f"<p>{escape(sentence)}</p>" for sentence in verdict),
-        _table(_rows(models)),
+    """Write the report: the table, the curves, speeds and their limits, samples, and where tokens go.
+
+    `values` are the results of the demo, as results.json holds them.
+    """
+    # 1. What was found, and the table.
+    sections = [f"<p>{escape(sentence)}</p>" for sentence in verdict]
+    sections.append(_table(_rows(models)))
+    sections.append(
         '<p class="note">One seed and minutes of training: this shows how it works, not which is better. '
-        "The comparison over sizes and seeds is mixdepth isoflop.</p>",
-        f'<h2>Training</h2><div class="wide">{training_curves_svg(runs)}</div>',
-        "<h2>Speed on this machine, and its limits</h2>",
-        *(f'<pre class="table">{escape(table)}</pre>' for table in speeds),
-        f"<h2>Samples</h2>{samples}",
-        f"<h2>Where the tokens go</h2>{routing_section(traced)}",
+        "The comparison over sizes and seeds is mixdepth isoflop.</p>"
     )
+    # 2. Training curves.
+    sections.append(f'<h2>Training</h2><div class="wide">{training_curves_svg(runs)}</div>')
+    # 3. Speeds.
+    sections.append("<h2>Speed on this machine, and its limits</h2>")
+    for name, value in values.items():
+        if name.startswith("speed"):
+            sections.append(f'<pre class="table">{escape(value["table"])}</pre>')
+    # 4. Samples.
+    sections.append("<h2>Samples</h2>")
+    for kind, text in values["samples"].items():
+        sections.append(f"<h3>{escape(kind)}</h3><pre>{escape(text)}</pre>")
+    # 5. Routes.
+    sections.append(f"<h2>Where the tokens go</h2>{routing_section(traced)}")
     with writing(path):
         write_text(path, document(TITLE, *sections))
     return path
@@ -88,15 +105,23 @@ def write_report(
 
 def _rows(models: Sequence[Column]) -> list[list[str]]:
     cells = [model.cells() for model in models]
-    return [["", *(model.name for model in models)], *([name, *(c[name] for c in cells)] for name in cells[0])]
+    rows = [["", *(model.name for model in models)]]
+    for title in cells[0]:
+        rows.append([title, *(cells_of_model[title] for cells_of_model in cells)])
+    return rows
 
 
 def _table(rows: list[list[str]]) -> str:
     head, *body = rows
-    lines = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    lines = ""
+    for row in body:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines += f"<tr>{cells}</tr>"
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def _interval(value: dict[str, float] | None) -> str:
-    return "" if value is None else f"{value['mean']:+.4f} [{value['low']:+.4f}, {value['high']:+.4f}]"
+    if value is None:
+        return ""
+    return "{mean:+.4f} [{low:+.4f}, {high:+.4f}]".format(**value)

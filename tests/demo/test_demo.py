@@ -14,7 +14,7 @@ KINDS = ("dense", "shallow", "routed")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a demo of a few steps leaves behind."""
+    """Make the folder of a demo of a few steps."""
     folder = tmp_path_factory.mktemp("demo") / "out"
     assert main(["demo", "--flops", "1e10", "--out", str(folder)]) == 0
     return folder
@@ -63,7 +63,7 @@ def test_a_second_run_reuses_what_is_done_and_prints_the_same(folder, capsys):
     assert shown.endswith(f"the report: {folder / 'report.html'}\n")
 
 
-def test_a_demo_that_was_stopped_goes_on(folder, capsys):
+def test_a_demo_that_was_stopped_resumes(folder, capsys):
     found = json.loads((folder / "results.json").read_text())
     samples = found.pop("samples")
     (folder / "results.json").write_text(json.dumps(found))
@@ -75,7 +75,7 @@ def test_a_demo_that_was_stopped_goes_on(folder, capsys):
     assert json.loads((folder / "results.json").read_text()) == {**found, "samples": samples}
 
 
-def test_what_was_found_of_another_model_is_not_shown_beside_a_new_one(folder, tmp_path, capsys):
+def test_results_of_another_model_are_not_shown_for_a_new_one(folder, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     shutil.rmtree(other / "routed")
