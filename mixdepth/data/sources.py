@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, files, JSONL, parquet, datasets. A document is its UTF-8."""
+"""Where text comes from: the standard library, files, JSONL, parquet, datasets. A document is text in UTF-8."""
 
 import importlib.util
 import json
@@ -11,16 +11,19 @@ from typing import Any
 
 STDLIB, PYTHON = "stdlib", "python"
 PYTHON_PACKAGES = ("torch", "transformers")
-"""Whose source `python` adds to that of the standard library: whoever runs this has them."""
+"""The packages that `python` adds to the standard library. They are installed wherever mixdepth is."""
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+"""Folders of the standard library that are not read."""
 HUB = "hf:"
+DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
+"""Files that a folder has if `datasets` saved it."""
 
 Documents = Callable[[], Iterator[bytes]]
-"""The documents of a corpus, each time anew: it is read more than once, and never held in memory."""
+"""Reads the documents of a corpus. A corpus is read more than once, and is never held in memory."""
 
 
 def stdlib_files() -> list[Path]:
-    """The files of the standard library, without its tests, by name."""
+    """List the files of the standard library, without its tests, by name."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in STDLIB_LEFT_OUT]  # not walked: site-packages may be large
@@ -29,7 +32,7 @@ def stdlib_files() -> list[Path]:
 
 
 def python_files() -> list[Path]:
-    """The files of the standard library and of torch and transformers, about 110 MB."""
+    """List the files of the standard library and of torch and transformers, about 110 MB."""
     files = stdlib_files()
     for name in PYTHON_PACKAGES:
         package = importlib.util.find_spec(name)
@@ -43,33 +46,44 @@ BUILT_IN = {STDLIB: stdlib_files, PYTHON: python_files}
 
 
 def absolute(source: str) -> str:
-    """The source by a name that means the same in every folder."""
-    return source if source in BUILT_IN or source.startswith(HUB) else os.path.abspath(source)
+    """Return the source by a name that means the same in every folder."""
+    if source in BUILT_IN or source.startswith(HUB):
+        return source
+    return os.path.abspath(source)
 
 
 def absolute_tokenizer(name: str) -> str:
-    """The same for a tokenizer, which is a folder if there is one and its name means nothing else."""
-    return os.path.abspath(name) if name != "bytes" and os.path.isdir(name) else name
+    """Return a tokenizer by a name that means the same in every folder. It is a folder if there is one of its name."""
+    if name != "bytes" and os.path.isdir(name):
+        return os.path.abspath(name)
+    return name
 
 
 def open_source(source: str, text_field: str) -> Documents:
-    """Find the documents that `source` means, see `load_corpus`."""
+    """Find the documents that `source` means; `load_corpus` explains what it may be."""
     path = Path(source)
     if source in BUILT_IN:
         return lambda: _read_all(BUILT_IN[source](), text_field)
-    if source.startswith(HUB) or any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+    if source.startswith(HUB) or any((path / name).is_file() for name in DATASET_FILES):
         return _dataset(source, text_field)
-    if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
-    else:
-        files = [path] if path.is_file() else [Path(name) for name in sorted(glob(source, recursive=True))]
-        files = [file for file in files if file.is_file()]
+    files = _files(path)
     if not files:
-        what = "has no files" if path.is_dir() else "is no file, folder or glob that matches one"
+        problem = "has no files" if path.is_dir() else "is no file, folder or glob that matches one"
         raise ValueError(
-            f"corpus {source!r} {what}: give 'stdlib', 'python', a path, or 'hf:name' for a dataset of the hub"
+            f"corpus {source!r} {problem}: give 'stdlib', 'python', a path, or 'hf:name' for a dataset of the hub"
         )
     return lambda: _read_all(files, text_field)
+
+
+def _files(path: Path) -> list[Path]:
+    """List the files of a folder, or those that a glob matches, by name. A file stands for itself."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        paths = [inner for inner in sorted(path.rglob("*")) if not _is_hidden(inner.relative_to(path))]
+    else:
+        paths = [Path(name) for name in sorted(glob(str(path), recursive=True))]
+    return [inner for inner in paths if inner.is_file()]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -77,6 +91,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_all(files: list[Path], text_field: str) -> Iterator[bytes]:
+    """Yield the documents of all files; the ending of a file says what is in it."""
     for file in files:
         try:
             match file.suffix:
@@ -91,6 +106,7 @@ def _read_all(files: list[Path], text_field: str) -> Iterator[bytes]:
 
 
 def _text(file: Path) -> bytes:
+    """Read a text file, and refuse one that is not text."""
     text = file.read_bytes()
     try:
         text.decode()
@@ -103,6 +119,7 @@ def _text(file: Path) -> bytes:
 
 
 def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
+    """Yield a document for each line of a JSONL file."""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -115,6 +132,7 @@ def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
 
 
 def _parquet(file: Path, text_field: str) -> Iterator[bytes]:
+    """Yield a document for each row of a parquet file."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -132,13 +150,14 @@ def _parquet(file: Path, text_field: str) -> Iterator[bytes]:
 
 
 def _dataset(source: str, text_field: str) -> Documents:
+    """Load a dataset of the hub, or one that was saved to disk."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError("datasets need a package: pip install 'mixdepth[data]'") from error
-    name, config, split, *_ = [*source.removeprefix(HUB).split(":"), "", ""]
     try:
         if source.startswith(HUB):
+            name, config, split, *_ = [*source.removeprefix(HUB).split(":"), "", ""]
             data = datasets.load_dataset(name, config or None, split=split or "train")
         else:
             data = datasets.load_from_disk(source)
@@ -150,17 +169,25 @@ def _dataset(source: str, text_field: str) -> Documents:
             raise ValueError(f"corpus {source!r} has the splits {list(data)} and no 'train': name the folder of one")
         data = data["train"]
     _check_column(text_field, data.column_names, source)
-    return lambda: (_text_of(row, text_field, f"row {i} of {source!r}") for i, row in enumerate(data, start=1))
+
+    def rows() -> Iterator[bytes]:
+        for number, row in enumerate(data, start=1):
+            yield _text_of(row, text_field, f"row {number} of {source!r}")
+
+    return rows
 
 
 def _check_column(text_field: str, names: list[str], where: str) -> None:
+    """Refuse a table without the column that holds the text."""
     if text_field not in names:
         raise ValueError(f"{where!r} has no column {text_field!r}, but {names}: see text_field")
 
 
 def _text_of(entry: Any, text_field: str, where: str) -> bytes:
-    text = entry.get(text_field) if isinstance(entry, dict) else None
+    """Return the text of a row as a document. It gets no NUL, which ends documents."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} has no text under {text_field!r}, but {type(entry).__name__}: see text_field")
+    text = entry.get(text_field)
     if not isinstance(text, str):
-        known = list(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise ValueError(f"{where} has no text under {text_field!r}, but {known}: see text_field")
+        raise ValueError(f"{where} has no text under {text_field!r}, but {list(entry)}: see text_field")
     return text.replace("\0", "").encode(errors="replace")

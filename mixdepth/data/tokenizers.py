@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, or any of Hugging Face's. All are transformers' own objects."""
+"""Tokenizers: bytes, a BPE trained on the corpus, or any of Hugging Face. All are objects of transformers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mixdepth.hf import smollm2
 
 END = "\x00"
-"""The end of a document. Text has no NUL: a file with one is refused as binary."""
+"""The token that ends a document. No text has a NUL: a file with one is refused as binary."""
+MIN_BPE_SIZE = 258
+"""The size of a byte-level BPE with one merge: 256 bytes, the end of a document, and the merge."""
+NUM_BEFORE = 8
+"""How many tokens before a piece are decoded with it: whether it begins with a space may depend on them."""
+LONGEST_CHARACTER = 4
+"""No character of UTF-8 has more bytes, and so none has more tokens."""
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Any:
-    """`bytes`; `bpe:8192`, trained on the texts; or the name or folder of a Hugging Face tokenizer."""
+    """Make the tokenizer `bytes`, train `bpe:8192` on the texts, or load a Hugging Face tokenizer by name or folder."""
     if name == "bytes":
         return byte_tokenizer()
     kind, _, size = name.partition(":")
@@ -30,14 +36,14 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, of a name of the hub, or of `smollm2`."""
-    return (
-        smollm2.tokenizer() if smollm2.is_meant(name) else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    )
+    """Load the tokenizer of a folder, of a name of the hub, or of `smollm2`."""
+    if smollm2.is_meant(name):
+        return smollm2.tokenizer()
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def byte_tokenizer() -> Any:
-    """Token b is the byte b of the text's UTF-8; token 0 ends a document.
+    """Make the tokenizer whose token b is the byte b of the text in UTF-8. Token 0 ends a document.
 
     >>> byte_tokenizer()("hé")["input_ids"]
     [104, 195, 169]
@@ -50,7 +56,7 @@ def byte_tokenizer() -> Any:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Any:
-    """A byte-level BPE of `size` tokens."""
+    """Train a byte-level BPE of `size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,26 +67,30 @@ def train_bpe(texts: Iterable[str], size: int) -> Any:
 
 
 def bpe_size(name: str, size: str) -> int:
-    if not size.isdigit() or int(size) < 258:
-        raise ValueError(f"tokenizer {name!r} must say how many tokens it has, at least 258: 'bpe:8192'")
+    """Read the number of tokens in the name of a BPE."""
+    if not size.isdigit() or int(size) < MIN_BPE_SIZE:
+        raise ValueError(f"tokenizer {name!r} must say how many tokens it has, at least {MIN_BPE_SIZE}: 'bpe:8192'")
     return int(size)
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[tuple[str, int]]:
-    """The text in pieces that are whole characters, each with the number of tokens that it is made of."""
-    found, start = [], 0
+    """Decode ids into pieces of whole characters, each with the number of tokens that it is made of."""
+    decoded = []
+    start = 0
     for end in range(1, len(ids) + 1):
-        before = tokenizer.decode(ids[max(0, start - 8) : start], skip_special_tokens=True)  # a space may depend on it
-        piece = tokenizer.decode(ids[max(0, start - 8) : end], skip_special_tokens=True).removeprefix(before)
-        if piece.endswith("\ufffd") and end - start < 4 and end < len(ids):
-            continue  # a character whose other bytes are still to come
-        found.append((piece, end - start))
+        context = max(0, start - NUM_BEFORE)
+        before = tokenizer.decode(ids[context:start], skip_special_tokens=True)
+        piece = tokenizer.decode(ids[context:end], skip_special_tokens=True).removeprefix(before)
+        is_incomplete = piece.endswith("\ufffd")  # a character whose other bytes are still to come
+        if is_incomplete and end - start < LONGEST_CHARACTER and end < len(ids):
+            continue
+        decoded.append((piece, end - start))
         start = end
-    return found
+    return decoded
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """A text for each token. A character of several tokens stands at the first, and dots at the others.
+    """Return a text for each token. A character of several tokens stands at the first, and dots at the others.
 
     >>> token_texts(byte_tokenizer(), [104, 195, 169, 0])
     ['h', 'é', '⋯', '\\x00']
@@ -93,6 +103,7 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def _wrap(tokenizer: Tokenizer) -> Any:
+    """Make a tokenizer of transformers, for which a document's end also fills batches."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )

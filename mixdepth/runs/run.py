@@ -1,19 +1,6 @@
-"""A run's folder: its settings, its metrics, its checkpoints, and at the end its model.
-
-```
-run.json            the settings, and what follows from them
-metrics.jsonl       losses and counts; the same to the bit however often the run was interrupted
-timings.jsonl       how fast it was
-checkpoint-100/     what it takes to go on from step 100; it counts once complete.json is there
-config.json, model.safetensors, tokenizer.json ...   the trained model, as transformers reads it
-digests.json        what the files of the model were when it was finished
-result.json         the last file to appear: the run is finished
-```
-"""
+"""The folder of a training run: its settings, logs, results and text. `layout.py` lists its files."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,22 +8,23 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mixdepth.data.corpus import Corpus, load_corpus
+from mixdepth.data.corpus import Corpus, TokenisedText, tokenise_corpus
 from mixdepth.files import check_name, read_json, write_json, writing
-from mixdepth.runs.digests import difference, digests_of
+from mixdepth.runs.layout import COMPLETE
+from mixdepth.runs.layout import METRICS as METRICS
+from mixdepth.runs.layout import RESULT as RESULT
+from mixdepth.runs.layout import SETTINGS as SETTINGS
+from mixdepth.runs.layout import TIMINGS as TIMINGS
 from mixdepth.runs.settings import MAY_DIFFER, TrainConfig
+from mixdepth.version import how_to_install
 
-SETTINGS, METRICS, TIMINGS, RESULT = "run.json", "metrics.jsonl", "timings.jsonl", "result.json"
-MARKER = "complete.json"
-PREFIX = "checkpoint-"
+LOCK = ".lock"
 DERIVED = ("learning_rate", "steps", "flops", "parameters", "heads")
-"""What follows from the settings, and may follow differently in another version."""
-NUM_KEPT = 2
-"""Checkpoints that are kept: the newest, and one to fall back to."""
+"""Values in run.json that follow from the settings. Another version may derive others from the same settings."""
 
 
 class Run:
-    """A run's folder."""
+    """The folder of a training run."""
 
     def __init__(self, folder: str | Path) -> None:
         check_name(folder)
@@ -47,6 +35,7 @@ class Run:
 
     @property
     def settings(self) -> TrainConfig:
+        """The settings in run.json."""
         try:
             return TrainConfig.from_dict(self.about["settings"])
         except (TypeError, AttributeError) as error:
@@ -55,15 +44,18 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The content of run.json."""
         about: dict[str, Any] = read_json(self.folder / SETTINGS, keys=("settings", "corpus_digest", "versions"))
         return about
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What a finished run came to; None while it is not finished."""
+        """The content of result.json; None while the run is not finished."""
         path = self.folder / RESULT
-        return read_json(path, keys=("validation_loss",)) if path.exists() else None
+        if not path.exists():
+            return None
+        result: dict[str, Any] = read_json(path, keys=("validation_loss",))
+        return result
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -77,33 +69,51 @@ class Run:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
+        if not path.exists():
+            return []
         try:
-            lines = path.read_text().split("\n") if path.exists() else [""]
-            return [json.loads(line) for line in lines[:-1]]  # what follows the last line's end is being written
+            *lines, _ = path.read_text().split("\n")  # what follows the last line's end is still being written
+            return [json.loads(line) for line in lines]
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or train anew elsewhere") from error
+            raise ValueError(f"{str(path)!r} is damaged ({error}): restore it, or train again elsewhere") from error
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Append a line to one of the logs."""
+        with writing(self.folder / name), open(self.folder / name, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def corpus(self) -> Corpus:
+        """Read the text that this run was trained on, with the run's own tokenizer. Any other text is refused."""
+        settings = self.settings
+        tokenizer = settings.tokenizer
+        if settings.model is not None:
+            tokenizer = str(self.folder)
+        corpus = tokenise(settings, tokenizer).open()
+        if self.about["corpus_digest"] != corpus.digest:
+            raise ValueError(
+                f"the corpus {settings.corpus!r} is no longer what {str(self.folder)!r} was trained on: restore it, or "
+                "name another text"
+            )
+        return corpus
+
+    def is_of(self, config: TrainConfig) -> bool:
+        """Say whether this run has these settings, apart from those of how it is computed."""
+        ignored = dict.fromkeys(MAY_DIFFER)
+        return self.settings.to_dict() | ignored == config.to_dict() | ignored
 
     @contextmanager
     def open(self, about: dict[str, Any]) -> Iterator[None]:
-        """Make the folder, or find the run that `about` describes in it; within this context it is nobody else's.
+        """Make the run that `about` describes, or find it in its folder, and lock the folder within this context.
 
-        A finished run is only looked at: nobody writes to it, and its folder may allow no writing.
+        A finished run is only compared: nothing is written to it, and its folder may allow no writing.
         """
         path = self.folder
         if (path / SETTINGS).exists() and (path / RESULT).exists():
             self._check_same(about)
             yield
             return
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{str(path)!r} is a file, not the folder of a run: choose another --out")
-        if path.is_dir() and any(path.iterdir()) and not (path / SETTINGS).exists():
-            leftovers = {".lock", f"{SETTINGS}.part"}
-            others = sorted(file.name for file in path.iterdir() if file.name not in leftovers)
-            if others:
-                raise ValueError(
-                    f"{str(path)!r} holds {others[0]!r} and no {SETTINGS}: it is no run's folder; choose another --out"
-                )
-        lock = FileLock(path / ".lock")
+        self._check_folder()
+        lock = FileLock(path / LOCK)
         try:
             with writing(path):
                 path.mkdir(parents=True, exist_ok=True)
@@ -120,100 +130,59 @@ class Run:
         finally:
             lock.release()
 
-    def is_of(self, config: TrainConfig) -> bool:
-        """Whether this run was one of these settings."""
-        same = dict.fromkeys(MAY_DIFFER)
-        return self.settings.to_dict() | same == config.to_dict() | same
+    def _check_folder(self) -> None:
+        """Refuse a folder that holds something other than a run."""
+        path = self.folder
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{str(path)!r} is a file, not the folder of a run: choose another --out")
+        if not path.is_dir() or (path / SETTINGS).exists():
+            return
+        leftovers = {LOCK, f"{SETTINGS}.part"}  # of a process that was killed before it wrote the settings
+        others = sorted(file.name for file in path.iterdir() if file.name not in leftovers)
+        if others:
+            raise ValueError(
+                f"{str(path)!r} holds {others[0]!r} and no {SETTINGS}: it is not a run's folder; choose another --out"
+            )
 
     def _check_same(self, about: dict[str, Any]) -> None:
+        """Refuse to resume a run that `about` does not describe, and name what differs."""
+        folder = repr(str(self.folder))
         old = self.about
-        before, now = _flat(self.settings.to_dict()), _flat(about["settings"])  # an older version knew fewer
-        if ("depth" in before) != ("depth" in now):  # where it is None, the model is dense
-            kind = "dense" if "depth" in before else "routed"
-            raise ValueError(f"{str(self.folder)!r} holds a run of a {kind} model: choose another --out")
+        # An older version knew fewer settings: reading them has filled in the defaults of those that it lacked.
+        before = _flat(self.settings.to_dict())
+        now = _flat(about["settings"])
+
+        # 1. A dense and a routed model differ in everything about routing: say only that.
+        was_dense = "depth" in before
+        if was_dense != ("depth" in now):
+            kind = "dense" if was_dense else "routed"
+            raise ValueError(f"{folder} holds a run of a {kind} model: choose another --out")
+
+        # 2. Settings.
         differing = [name for name in now if before.get(name) != now[name] and name not in MAY_DIFFER]
         if differing:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in differing)
-            raise ValueError(f"{str(self.folder)!r} holds a run with other settings: {changes}. Choose another --out")
+            raise ValueError(f"{folder} holds a run with other settings: {changes}. Choose another --out")
+
+        # 3. What another version of mixdepth has derived from the same settings.
         for name in DERIVED:
             if old.get(name) != about[name]:
                 raise ValueError(
-                    f"{str(self.folder)!r} holds a run of mixdepth {old['versions']['mixdepth']}, in which {name} was "
-                    f"{old.get(name, 'not told')}, not {about[name]}: go on with that version, or choose another --out"
+                    f"{folder} holds a run of mixdepth {old['versions'].get('mixdepth')}, in which {name} was "
+                    f"{old.get(name, 'not recorded')}, not {about[name]}: {how_to_install(old['versions'])}, or choose "
+                    "another --out"
                 )
+
+        # 4. The text.
         if old["corpus_digest"] != about["corpus_digest"]:
             raise ValueError(
-                f"the corpus {now['corpus']!r} or its tokenizer is no longer what {str(self.folder)!r} was trained on: "
-                "choose another --out"
+                f"the corpus {now['corpus']!r} or its tokenizer is no longer what {folder} was trained on: choose "
+                "another --out"
             )
-
-    def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
-        return [path for path in self._all_checkpoints() if (path / MARKER).is_file()]
-
-    def _all_checkpoints(self) -> list[Path]:
-        found = [path for path in self.folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
-        return sorted(found, key=step_of)
-
-    def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence for each newer one that is not."""
-        damaged: list[str] = []
-        for path in reversed(self.checkpoints()):
-            problem = damage(path)
-            if problem is None:
-                return path, damaged
-            damaged.append(f"{path.name} is damaged ({problem})")
-        return None, damaged
-
-    def go_back_to(self, checkpoint: Path | None) -> None:
-        """Forget what came after the checkpoint: later lines of the logs, later or unfinished checkpoints."""
-        marker = {} if checkpoint is None else read_json(checkpoint / MARKER)
-        for name in (METRICS, TIMINGS):
-            path = self.folder / name
-            path.touch()
-            os.truncate(path, marker.get(name, 0))
-        for path in self._all_checkpoints():
-            if not (path / MARKER).is_file():
-                shutil.rmtree(path)
-            elif checkpoint is None or step_of(path) > step_of(checkpoint):
-                shutil.rmtree(self.folder / f"damaged-{path.name}", ignore_errors=True)
-                path.rename(self.folder / f"damaged-{path.name}")
-
-    def complete(self, checkpoint: Path) -> None:
-        """Write the marker of a checkpoint whose files are all there, then let go of old ones."""
-        files = digests_of(checkpoint, (path for path in checkpoint.rglob("*") if path.is_file()))
-        lengths = {}
-        for name in (METRICS, TIMINGS):
-            with open(self.folder / name, "rb") as file:
-                os.fsync(file.fileno())
-                lengths[name] = file.seek(0, os.SEEK_END)
-        write_json(checkpoint / MARKER, {"files": files, **lengths})
-        for path in self.checkpoints()[:-NUM_KEPT]:
-            (path / MARKER).unlink()  # first: a folder that is half deleted must not count
-            shutil.rmtree(path)
-
-    def append(self, name: str, line: dict[str, Any]) -> None:
-        with writing(self.folder / name), open(self.folder / name, "a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
-
-
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, if anything."""
-    try:
-        marker = read_json(checkpoint / MARKER, keys=("files", METRICS, TIMINGS))
-        for name in (METRICS, TIMINGS):
-            if (checkpoint.parent / name).stat().st_size < marker[name]:
-                return f"{name} is shorter than it was"
-    except (OSError, ValueError, TypeError) as error:
-        return str(error)
-    return difference(checkpoint, marker["files"])
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings under dotted names, such as `depth.capacity`. A dense model has the one name `depth`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -223,31 +192,32 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def tokenizer_of(name: str) -> str:
-    """Where a model's tokenizer is: that of a checkpoint lies in its run's folder."""
-    path = Path(name)
-    return str(path.parent) if (path / MARKER).exists() else name
-
-
-def corpus_of(config: TrainConfig, tokenizer: str | None = None) -> Corpus:
-    """The text that these settings name, by the model's tokenizer or another that is the same."""
-    own = config.tokenizer if config.model is None else tokenizer_of(config.model)
-    return load_corpus(
+def tokenise(config: TrainConfig, tokenizer: str | None = None) -> TokenisedText:
+    """Read, split and tokenise the text that these settings name, with their own tokenizer or one that is the same."""
+    if tokenizer is None:
+        tokenizer = config.tokenizer if config.model is None else tokenizer_of(config.model)
+    return tokenise_corpus(
         config.corpus,
-        tokenizer or own,
+        tokenizer,
         text_field=config.text_field,
         validation=config.validation,
         test=config.test,
     )
 
 
+def tokenizer_of(name: str) -> str:
+    """Return the place of a model's tokenizer. A checkpoint's is in its run's folder."""
+    path = Path(name)
+    if (path / COMPLETE).exists():
+        return str(path.parent)
+    return name
+
+
+def corpus_of(config: TrainConfig) -> Corpus:
+    """Return the text that these settings name."""
+    return tokenise(config).open()
+
+
 def text_of(run: Run) -> Corpus:
-    """The text that a run was trained on, by the run's own tokenizer; any other is refused."""
-    settings = run.settings
-    corpus = corpus_of(settings, None if settings.model is None else str(run.folder))
-    if run.about["corpus_digest"] != corpus.digest:
-        raise ValueError(
-            f"the corpus {settings.corpus!r} is no longer what {str(run.folder)!r} was trained on: restore it, or name "
-            "another text"
-        )
-    return corpus
+    """Return the text that a run was trained on."""
+    return run.corpus()

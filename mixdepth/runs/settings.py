@@ -1,8 +1,10 @@
-"""TrainConfig: every setting of a training run in one frozen value, validated and JSON-ready. No torch."""
+"""TrainConfig: every setting of a training run in one frozen value. This module imports no torch."""
+
+# ruff: noqa: RUF009 - `setting` declares a field, and has no effect of its own
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from mixdepth.config import DepthConfig, check_integer, is_number
@@ -10,17 +12,26 @@ from mixdepth.config import DepthConfig, check_integer, is_number
 Engine = Literal["ddp", "fsdp"]
 Method = Literal["full", "lora", "router"]
 
-MAY_DIFFER = ("engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size")
-"""Settings of how a run is computed, not of what: a run may be resumed with others."""
 
-PLANNED = ("layers", "width", "heads", "shape", "depth", "flops", "tokens", "steps", "seed")
-"""Settings that `mixdepth isoflop plan` finds for each run of a study."""
-OF_PRETRAINED = ("model", "method", "lora_rank", "distill")
-"""Settings that have a meaning for pretrained models alone."""
-OF_FRESH = ("layers", "width", "heads", "shape", "num_experts", "experts_per_token", "tokenizer")
-"""Settings that a pretrained model brings along."""
-NOT_COMMON = (*PLANNED, *OF_PRETRAINED, "capacity_steps")
-"""Settings that the runs of a study cannot share: dense models have no capacity to fall."""
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What holds for a setting besides its default: which runs it belongs to, and what it may change."""
+
+    only_for: Literal["fresh", "pretrained"] | None = None
+    """The kind of model that it has a meaning for; None is both."""
+    may_differ: bool = False
+    """Whether it changes how a run is computed and not what, so that a run may be resumed with another value."""
+    shared_in_studies: bool = True
+    """Whether all runs of a study may share a value that is given to `mixdepth isoflop plan`."""
+    by_variant: bool = False
+    """Whether a variant of a study may have a value for itself."""
+
+
+def setting(default: Any = MISSING, *, default_factory: Any = MISSING, **facts: Any) -> Any:
+    """Declare a field of the settings with its default and its `Facts`."""
+    return field(default=default, default_factory=default_factory, metadata={"facts": Facts(**facts)})
+
+
 STUDY_DEFAULTS: dict[str, Any] = {
     "corpus": "python",
     "validation": 0.02,
@@ -29,11 +40,12 @@ STUDY_DEFAULTS: dict[str, Any] = {
     "beta2": 0.99,
     "eval_windows": 4096,
 }
-"""Where the runs of a study differ from a run by itself: much text, over 1 MB of it to evaluate on, and small batches,
-with which dense models gain from a longer memory of the gradients' squares (LOG.md, section 5)."""
+"""Defaults of the runs of a study that are not those of a single run: much text, over 1 MB of it to evaluate on, and
+small batches. With small batches dense models gain from a longer average of the squared gradients (`beta2`)."""
 
 CONVERT_DEFAULTS: dict[str, Any] = {"capacity": 0.5, "gate": "unit", "router_input": "normed"}
-"""Where routing a pretrained model differs from routing a fresh one."""
+"""Defaults of routing a pretrained model that are not those of routing a fresh one."""
+
 TUNE_DEFAULTS: dict[str, Any] = {
     "context": 512,
     "warmup": 0.1,
@@ -44,155 +56,173 @@ TUNE_DEFAULTS: dict[str, Any] = {
     "calibrate": 4,
     "eval_windows": 64,
 }
-"""Where tuning a pretrained model differs from training a fresh one: its weights are near where they should be, its
-routers are not."""
+"""Defaults of tuning a pretrained model that are not those of training a fresh one. Its weights are near where they
+should be, and its routers are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run: what is trained, on what, for how long.
+    """The settings of a training run: what is trained, on what, and for how long.
 
     >>> TrainConfig(steps=100, depth=None).batch_size
     8
     """
 
     corpus: str = "stdlib"
-    """What to train on: `stdlib` (the Python standard library's source, 11 MB), `python` (that and the source of torch
-    and transformers, 110 MB), a text file, a folder, a glob, a .jsonl or .parquet file, a dataset saved to disk, or
-    `hf:name[:config[:split]]` for one of the hub."""
+    """The text to train on: `stdlib` (the Python standard library's source, 11 MB), `python` (that and the source of
+    torch and transformers, 110 MB), a text file, a folder, a glob, a .jsonl or .parquet file, a dataset saved to disk,
+    or `hf:name[:config[:split]]` for a dataset of the hub."""
 
     text_field: str = "text"
-    """Where the text is in JSONL, parquet and datasets."""
+    """Name of the field that holds the text, in JSONL, parquet and datasets."""
 
-    tokenizer: str = "bytes"
-    """`bytes`; `bpe:SIZE`, trained on the corpus; or a Hugging Face tokenizer's name or folder."""
+    tokenizer: str = setting("bytes", only_for="fresh")
+    """The tokenizer: `bytes`, `bpe:SIZE` (trained on the corpus), or the name or folder of a Hugging Face tokenizer."""
 
     validation: float = 0.1
-    """Share of the text that is held out, by whole documents, to be evaluated on."""
+    """Share of the text that is held out for evaluation, in whole documents."""
 
     test: float = 0.0
-    """A further share that is held out and not looked at: `mixdepth eval --split test` does."""
+    """Further share of the text that is held out. Only `mixdepth eval --split test` looks at it."""
 
     context: int = 256
-    """Tokens in a window, over which a routed layer takes its top k."""
+    """Tokens in a window. A routed layer takes its top k over a window."""
 
-    model: str | None = None
-    """Start from this pretrained model, routed or not: a folder, a name of the hub, or `smollm2`. Its tokenizer comes
-    with it. None is a fresh model of `layers` and `width`."""
+    model: str | None = setting(None, only_for="pretrained", shared_in_studies=False)
+    """The pretrained model to start from, routed or not: a folder, a name of the hub, or `smollm2`. It brings its
+    tokenizer. None is a fresh model of `layers` and `width`."""
 
-    method: Method = "full"
-    """What is trained of a pretrained model: all weights, low-rank adapters beside the routers (`lora`, by peft), or
-    routers and predictors alone (`router`)."""
+    method: Method = setting("full", only_for="pretrained", shared_in_studies=False)
+    """The part of a pretrained model that is trained: all weights (`full`), low-rank adapters and routers (`lora`, by
+    peft), or only routers and predictors (`router`)."""
 
-    lora_rank: int = 16
-    """Rank of the adapters."""
+    lora_rank: int = setting(16, only_for="pretrained", shared_in_studies=False)
+    """Rank of the low-rank adapters."""
 
-    distill: float = 0.0
-    """Share of the loss that is the divergence from what the pretrained model itself foretells; the rest is the
-    text's. Its passes count as FLOPs."""
+    distill: float = setting(0.0, only_for="pretrained", shared_in_studies=False)
+    """Weight of the distillation loss, the KL divergence from the original model's predictions. The language-model loss
+    gets the rest. The original model's forward passes count as FLOPs."""
 
-    layers: int = 8
-    """How many decoder layers."""
+    layers: int = setting(8, only_for="fresh", shared_in_studies=False)
+    """Number of decoder layers."""
 
-    width: int = 256
+    width: int = setting(256, only_for="fresh", shared_in_studies=False)
     """Width of the model, a multiple of 16."""
 
-    heads: int | None = None
-    """Attention heads. None is width / 16 below a width of 256, width / 32 from there on."""
+    heads: int | None = setting(None, only_for="fresh", shared_in_studies=False)
+    """Number of attention heads. None is width / 16 below a width of 256, and width / 32 from there on."""
 
-    shape: str | None = None
-    """In place of `layers` and `width`: `params=1.5M` or `flops=2M` (of a forward pass, for each token) finds the
-    shape nearest to it."""
+    shape: str | None = setting(None, only_for="fresh", shared_in_studies=False)
+    """Target from which `layers` and `width` are found: `params=1.5M` (parameters) or `flops=2M` (of a forward pass,
+    for each token) gives the nearest shape."""
 
-    num_experts: int = 0
-    """Experts of a Mixtral, with its balance loss; 0 is a Llama."""
+    num_experts: int = setting(0, only_for="fresh", by_variant=True)
+    """Number of experts in a Mixtral, which has a balance loss. 0 is a Llama."""
 
-    experts_per_token: int = 2
-    """Experts that a token goes through."""
+    experts_per_token: int = setting(2, only_for="fresh", by_variant=True)
+    """Number of experts that process a token."""
 
-    depth: DepthConfig | None = field(default_factory=DepthConfig)
-    """How tokens are routed; None is the dense model."""
+    depth: DepthConfig | None = setting(default_factory=DepthConfig, shared_in_studies=False)
+    """How tokens are routed. None is a dense model."""
 
-    flops: float | None = None
-    """Budget in training FLOPs (three forward passes for each window, with attention, logits, routers and
-    predictors). Give this, `tokens` or `steps`."""
+    flops: float | None = setting(None, shared_in_studies=False)
+    """Budget in training FLOPs: three forward passes for each window, with attention, logits, routers and predictors.
+    Give this, `tokens` or `steps`."""
 
-    tokens: float | None = None
+    tokens: float | None = setting(None, shared_in_studies=False)
     """Budget in tokens."""
 
-    steps: int | None = None
+    steps: int | None = setting(None, shared_in_studies=False)
     """Budget in optimizer steps."""
 
-    batch_size: int = 8
-    """Windows in an optimizer step, over all processes and micro-batches."""
+    batch_size: int = setting(8, by_variant=True)
+    """Windows in an optimizer step. All processes and micro-batches share them."""
 
-    micro_batch_size: int | None = None
-    """Windows in one pass of one process; fewer need less memory. None is all of a process's share."""
+    micro_batch_size: int | None = setting(None, may_differ=True)
+    """Windows in one forward pass of one process; fewer need less memory. None is all of a process's share."""
 
-    learning_rate: float | None = None
-    """Peak of the learning rate. None is the rule in docs/train.md, by width and depth, one for all."""
+    learning_rate: float | None = setting(None, by_variant=True)
+    """Peak learning rate. None follows the rule in docs/train.md, which is the same for dense and routed models."""
 
-    warmup: float = 0.3
-    """Share of the steps in which the learning rate rises; it then falls as a cosine, to 0 where the budget ends."""
+    warmup: float = setting(0.3, by_variant=True)
+    """Share of the steps in which the learning rate rises. It then falls as a cosine, to 0 at the last step."""
 
-    weight_decay: float = 0.1
-    """Of weight matrices. Norms, biases and routers have none."""
+    weight_decay: float = setting(0.1, by_variant=True)
+    """Weight decay of matrices. Norms, biases and routers have none."""
 
-    beta2: float = 0.95
-    """AdamW's second momentum; the first is 0.9."""
+    beta2: float = setting(0.95, by_variant=True)
+    """AdamW's second momentum. The first is 0.9."""
 
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    max_grad_norm: float = setting(1.0, by_variant=True)
+    """Norm to which larger gradients are scaled down. 0 leaves them as they are."""
 
-    router_learning_rate: float | None = None
-    """Learning rate of routers, as a multiple of the model's. None is that of their layer."""
+    router_learning_rate: float | None = setting(None, by_variant=True)
+    """Learning rate of routers, as a multiple of the model's. None is the rate of their layer."""
 
     predictor_learning_rate: float = 1.0
     """Learning rate of predictors, as a multiple of the model's."""
 
-    routed_learning_rate: float | None = None
-    """Learning rate of the other weights of routed layers, as a multiple of the model's. None is the root of the
-    capacity: a layer sees that share of the tokens, and Adam's rate goes with the root of the batch."""
+    routed_learning_rate: float | None = setting(None, by_variant=True)
+    """Learning rate of the other weights of routed layers, as a multiple of the model's. None is the square root of the
+    capacity: a layer sees that share of the tokens, and Adam's rate grows with the square root of the batch."""
 
-    capacity_steps: float = 0
-    """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts; below 1 it is a share of
-    all steps; 0 starts at the target."""
+    capacity_steps: float = setting(0, shared_in_studies=False, by_variant=True)
+    """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts. A value below 1 is a share
+    of all steps. 0 starts at the target."""
 
     calibrate: int = 0
-    """Windows of the training text on which thresholds are set when training ends, so that causal routing takes the
-    share that it should; 0 leaves them as they were learned. Not counted as FLOPs."""
+    """Windows of the training text on which thresholds are set when training ends, so that causal routing takes its
+    intended share of the tokens. 0 leaves thresholds as they were learned. These passes do not count as FLOPs."""
 
-    seed: int = 0
-    """Of weights and of the order of the windows."""
+    seed: int = setting(0, shared_in_studies=False)
+    """Random seed of the initial weights and of the order of the training windows."""
 
     bf16: bool = False
-    """Compute in bfloat16 under autocast; weights and routers stay in float32."""
+    """Compute in bfloat16 under autocast. Weights and routers stay in float32."""
 
-    compile: bool = False
+    compile: bool = setting(False, may_differ=True)
     """Compile the model with torch.compile."""
 
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = setting(False, may_differ=True)
     """Compute each layer again in the backward pass instead of keeping its activations."""
 
-    engine: Engine = "ddp"
-    """Over several processes (torchrun): replicate the model (`ddp`) or shard it (`fsdp`). One process does neither."""
+    engine: Engine = setting("ddp", may_differ=True)
+    """How several processes (torchrun) share the model: each has a copy (`ddp`) or a shard (`fsdp`)."""
 
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
 
     save_every: int | None = None
-    """Steps between two checkpoints; None is a tenth of the run."""
+    """Steps between two checkpoints. None is a tenth of the run."""
 
     eval_every: int | None = None
-    """Steps between two evaluations; None evaluates once, at the end."""
+    """Steps between two evaluations. None evaluates once, at the end."""
 
     eval_windows: int | None = 256
-    """Windows of the validation text in an evaluation, evenly spaced; None is all of them."""
+    """Windows of the validation text in an evaluation, evenly spaced. None is all of them."""
 
-    report_to: tuple[str, ...] = ()
-    """Trackers of transformers, such as `tensorboard`; metrics.jsonl is always written."""
+    report_to: tuple[str, ...] = setting((), may_differ=True)
+    """Trackers of transformers that log too, such as `tensorboard`. metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
+        self._normalise()
+        self._check_integers()
+        self._check_numbers()
+        self._check_model()
+        self._check_budget()
+
+    def _normalise(self) -> None:
+        """Accept a Path where a name is meant, and one tracker in place of several."""
+        for name in ("corpus", "tokenizer", "model"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, str(value))
+        trackers = self.report_to or ()
+        if isinstance(trackers, str):
+            trackers = (trackers,)
+        object.__setattr__(self, "report_to", tuple(name for name in trackers if name != "none"))
+
+    def _check_integers(self) -> None:
         for name in ("context", "layers", "width", "batch_size", "log_every", "experts_per_token", "lora_rank"):
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("heads", "micro_batch_size", "save_every", "eval_every", "eval_windows", "steps"):
@@ -200,70 +230,76 @@ class TrainConfig:
                 check_integer(name, getattr(self, name), minimum=1)
         for name in ("num_experts", "seed", "calibrate"):
             check_integer(name, getattr(self, name), minimum=0)
-        self._check_number("capacity_steps", positive=False)
-        if self.capacity_steps >= 1 and self.capacity_steps != int(self.capacity_steps):
-            raise ValueError(f"capacity_steps must be a whole number, or a share below 1, not {self.capacity_steps}")
-        self._check_pretrained()
         if self.context < 2:
             raise ValueError(f"context must be at least 2, not {self.context}: the first token of a window is given")
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32, not {self.seed}")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch_size={self.micro_batch_size}, not {self.batch_size}"
+            )
+
+    def _check_numbers(self) -> None:
         for name in ("learning_rate", "router_learning_rate", "routed_learning_rate", "flops", "tokens"):
             if getattr(self, name) is not None:
                 self._check_number(name, positive=True)
         for name in ("predictor_learning_rate", "beta2", "validation"):
             self._check_number(name, positive=True)
-        for name in ("weight_decay", "max_grad_norm", "warmup", "test"):
+        for name in ("weight_decay", "max_grad_norm", "warmup", "test", "capacity_steps", "distill"):
             self._check_number(name, positive=False)
         for name in ("validation", "test", "warmup", "beta2"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be below 1, not {getattr(self, name)}")
-        for name in ("bf16", "compile", "gradient_checkpointing"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if self.engine not in get_args(Engine):
-            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, not {self.engine!r}")
-        budgets = [name for name in ("flops", "tokens", "steps") if getattr(self, name) is not None]
-        if len(budgets) != 1:
-            raise ValueError(f"give one budget of flops, tokens and steps, not {' and '.join(budgets) or 'none'}")
-        if not isinstance(self.depth, DepthConfig | None):
-            raise ValueError(f"depth must be a DepthConfig, or None for a dense model, not {self.depth!r}")
-        for name in ("corpus", "tokenizer", "model"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(getattr(self, name)))  # a Path too
-        trackers = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to or ())
-        object.__setattr__(self, "report_to", tuple(name for name in trackers if name != "none"))
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size must be a multiple of micro_batch_size={self.micro_batch_size}, not {self.batch_size}"
-            )
-        if self.capacity_steps and self.depth is None:
-            raise ValueError("capacity_steps has no meaning for a dense model: leave it out")
-
-    def _check_pretrained(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
-        self._check_number("distill", positive=False)
         if self.distill > 1:
             raise ValueError(f"distill must be a share of at most 1, not {self.distill}")
-        if self.model is None and (self.method != "full" or self.distill):
-            given = f"method={self.method!r}" if self.method != "full" else f"distill={self.distill}"
-            raise ValueError(f"{given} needs a pretrained model: give one by model")
-        if self.method == "lora" and self.engine == "fsdp":
-            raise ValueError("method='lora' cannot be sharded: leave out engine='fsdp'")
-        if self.method == "router" and self.depth is None:
-            raise ValueError("method='router' trains routers, and a dense model has none: leave it out")
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if self.model is not None and setting.name in OF_FRESH and value != setting.default:
-                raise ValueError(f"a pretrained model has its own {setting.name}: leave out {setting.name}={value!r}")
+        if self.capacity_steps >= 1 and self.capacity_steps != int(self.capacity_steps):
+            raise ValueError(f"capacity_steps must be a whole number, or a share below 1, not {self.capacity_steps}")
 
     def _check_number(self, name: str, positive: bool) -> None:
         value = getattr(self, name)
         if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
-            raise ValueError(f"{name} must be a {'positive ' if positive else ''}number, not {value!r}")
+            kind = "positive number" if positive else "number"
+            raise ValueError(f"{name} must be a {kind}, not {value!r}")
+
+    def _check_model(self) -> None:
+        # 1. Values of the right kind.
+        if self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, not {self.engine!r}")
+        for name in ("bf16", "compile", "gradient_checkpointing"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if not isinstance(self.depth, DepthConfig | None):
+            raise ValueError(f"depth must be a DepthConfig, or None for a dense model, not {self.depth!r}")
+
+        # 2. Settings that have no meaning for this kind of model.
+        if self.model is None:
+            for name in ("method", "distill"):
+                value = getattr(self, name)
+                if value != _default_of(name):
+                    raise ValueError(f"{name}={value!r} needs a pretrained model: give one by model")
+        else:
+            for name in OF_FRESH:
+                value = getattr(self, name)
+                if value != _default_of(name):
+                    raise ValueError(f"a pretrained model has its own {name}: leave out {name}={value!r}")
+
+        # 3. Settings that exclude each other.
+        if self.method == "lora" and self.engine == "fsdp":
+            raise ValueError("method='lora' cannot be sharded: leave out engine='fsdp'")
+        if self.method == "router" and self.depth is None:
+            raise ValueError("method='router' trains routers, and a dense model has none: leave it out")
+        if self.capacity_steps and self.depth is None:
+            raise ValueError("capacity_steps has no meaning for a dense model: leave it out")
+
+    def _check_budget(self) -> None:
+        budgets = [name for name in ("flops", "tokens", "steps") if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            raise ValueError(f"give one budget of flops, tokens and steps, not {' and '.join(budgets) or 'none'}")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the settings as run.json holds them."""
         settings = asdict(self)
         settings["report_to"] = list(self.report_to)
         settings["depth"] = None if self.depth is None else self.depth.to_dict()
@@ -271,14 +307,34 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainConfig":
-        known = [setting.name for setting in fields(cls)]
-        unknown = [name for name in settings if name not in known]
+        """Make settings from what `to_dict` returned; those that are not given have their defaults."""
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in settings if name not in names]
         if unknown:
-            raise ValueError(f"there is no training setting {unknown[0]!r}; the settings are {', '.join(known)}")
+            raise ValueError(f"there is no training setting {unknown[0]!r}; the settings are {', '.join(names)}")
         settings = dict(settings)
-        doubled = [name for name in ("layers", "width") if name in settings and settings.get("shape") is not None]
-        if doubled:
-            raise ValueError(f"shape finds layers and width: give it or {doubled[0]}, not both")
+        if settings.get("shape") is not None:
+            for name in ("layers", "width"):
+                if name in settings:
+                    raise ValueError(f"shape finds layers and width: give it or {name}, not both")
         if isinstance(settings.get("depth"), Mapping):
             settings["depth"] = DepthConfig.from_dict(settings["depth"])
         return cls(**settings)
+
+
+def _default_of(name: str) -> object:
+    return TrainConfig.__dataclass_fields__[name].default
+
+
+FACTS: dict[str, Facts] = {field.name: field.metadata.get("facts", Facts()) for field in fields(TrainConfig)}
+"""The facts of each setting, by its name."""
+MAY_DIFFER = tuple(name for name, facts in FACTS.items() if facts.may_differ)
+"""Settings of how a run is computed, and not of what: a run may be resumed with others."""
+OF_FRESH = tuple(name for name, facts in FACTS.items() if facts.only_for == "fresh")
+"""Settings that a pretrained model brings with it."""
+OF_PRETRAINED = tuple(name for name, facts in FACTS.items() if facts.only_for == "pretrained")
+"""Settings that have a meaning for pretrained models only."""
+NOT_COMMON = tuple(name for name, facts in FACTS.items() if not facts.shared_in_studies)
+"""Settings that the runs of a study cannot share."""
+BY_VARIANT = tuple(name for name, facts in FACTS.items() if facts.by_variant)
+"""Settings that a variant of a study may have for itself."""

@@ -1,4 +1,4 @@
-"""What happens beside a training step: the capacity falls, time is taken, a bar moves."""
+"""What happens around a training step: the capacity falls, time is measured, a progress bar moves."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ from mixdepth.training.schedule import Schedule
 
 
 class LogAtCheckpoints(TrainerCallback):
-    """Running sums are empty at a checkpoint, so that a resumed run logs what an undisturbed one does."""
+    """Writes a line of the log at each checkpoint.
+
+    The running sums are then empty at a checkpoint, so that a resumed run logs what an undisturbed one does.
+    """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save:
@@ -35,22 +38,25 @@ class FollowSchedule(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """Times training alone: evaluation and checkpoints do not count."""
+    """Measures the time of training. Evaluation and checkpoints do not count."""
 
     def __init__(self) -> None:
-        self.start, self.step = 0.0, 0
+        self.start = 0.0
+        self.step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start, self.step = time.perf_counter(), state.global_step
+        self.start = time.perf_counter()
+        self.step = state.global_step
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Stop the clock within this context."""
         begin = time.perf_counter()
         yield
         self.start += time.perf_counter() - begin
 
     def read(self, step: int, schedule: Schedule, peak: float | None) -> dict[str, Any]:
-        """Speed since the last reading."""
+        """Return the speed since the last reading; `peak` is what the machine can do at best, in FLOPs per second."""
         now = time.perf_counter()
         elapsed = max(now - self.start, 1e-9)
         speed = (step - self.step) * schedule.tokens_per_step / elapsed
@@ -58,12 +64,13 @@ class Clock(TrainerCallback):
         if peak is not None:
             flops = schedule.flops_until(step) - schedule.flops_until(self.step)
             timings["share_of_peak"] = flops / elapsed / peak
-        self.start, self.step = now, step
+        self.start = now
+        self.step = step
         return timings
 
 
 class Progress(TrainerCallback):
-    """One bar: steps, loss, FLOPs, time left."""
+    """Shows one bar with steps, loss, FLOPs and the time left."""
 
     def __init__(self, is_shown: bool) -> None:
         self.is_shown = is_shown
@@ -71,8 +78,14 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_shown:
-            done = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-            self.bar = tqdm(desc="training", **done, mininterval=1, smoothing=0.1)
+            self.bar = tqdm(
+                desc="training",
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                mininterval=1,
+                smoothing=0.1,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update()

@@ -1,26 +1,33 @@
 """Several processes that train one model together."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+Answer = TypeVar("Answer")
 
-def main_first(state: PartialState, work: Callable[[], Any]) -> Any:
-    """Do it on the first process and hand the result to all; what it refuses, all refuse."""
-    answer: list[Any] = [None, None]
+
+def main_first(state: PartialState, work: Callable[[], Answer]) -> Answer:
+    """Do some work on the first process, and return its answer on all of them.
+
+    The answer must be a value that can be pickled. If the work fails, all processes raise its error.
+    """
+    answer: Answer | None = None
+    error: Exception | None = None
     if state.is_main_process:
         try:
-            answer[0] = work()
-        except (ValueError, OSError) as error:
-            answer[1] = error
+            answer = work()
+        except (ValueError, OSError) as refusal:
+            error = refusal
     if state.num_processes > 1:
-        told = [answer[0] if isinstance(answer[0], Path) else None, None if answer[1] is None else str(answer[1])]
-        broadcast_object_list(told)
+        message = None if error is None else str(error)
+        shared: list[Any] = [answer, message]
+        broadcast_object_list(shared)
         if not state.is_main_process:
-            answer = [told[0], None if told[1] is None else ValueError(told[1])]
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+            answer, message = shared
+            error = None if message is None else ValueError(message)
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]  # the first process had an answer, or an error

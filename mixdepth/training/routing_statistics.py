@@ -12,49 +12,59 @@ from mixdepth.router import Router
 from mixdepth.routes import Route
 
 NUM_SUMS = 6
+"""How many sums stand before the counts of token types."""
 
 
 @torch.no_grad()
 def routing_counts(routes: Sequence[Route], routers: Sequence[Router], ids: Tensor, vocab_size: int) -> Tensor:
-    """(L, 6 + 2 V) float64: tokens that are real, chosen, that the causal rule would have chosen, and both; sums of
-    weights and of their squares; how often each token type occurred, and was chosen."""
-    flat = ids.flatten()
+    """Count what each routed layer chose, as (L, 6 + 2 V) in float64.
+
+    The sums are the tokens that are real, that were chosen, that the causal rule would have chosen, and both of the
+    latter; then the weights and their squares. Then follow how often each token type occurred, and was chosen.
+    """
+    flat_ids = ids.flatten()  # (B T,)
     rows = []
     for route, router in zip(routes, routers, strict=True):
-        guess = route.logits if route.predictor_logits is None else route.predictor_logits
-        guessed = route.candidates & (guess > router.cutoff)
-        mask = route.mask
-        weight = route.weight.double()  # 0 in unused slots
+        guess = route.logits if route.predictor_logits is None else route.predictor_logits  # (B, T)
+        guessed = route.candidates & (guess > router.cutoff)  # (B, T)
+        chosen = route.mask  # (B, T)
+        weight = route.weight.double()  # (B, K), 0 in unused slots
         sums = [
             route.real.sum(),
-            mask.sum(),
+            chosen.sum(),
             guessed.sum(),
-            (guessed & mask).sum(),
+            (guessed & chosen).sum(),
             weight.sum(),
             weight.square().sum(),
         ]
-        types = [weight.new_zeros(vocab_size).scatter_add(0, flat, m.flatten().double()) for m in (route.real, mask)]
-        rows.append(torch.cat([torch.stack([value.double() for value in sums]), *types]))
+        parts = [torch.stack([value.double() for value in sums])]  # (6,)
+        for mask in (route.real, chosen):
+            parts.append(weight.new_zeros(vocab_size).scatter_add(0, flat_ids, mask.flatten().double()))  # (V,)
+        rows.append(torch.cat(parts))  # (6 + 2 V,)
     return torch.stack(rows)
 
 
 def describe(counts: Tensor) -> dict[str, list[float]]:
-    """Statistics of each layer, from its counts.
+    """Turn the counts (L, 6 + 2 V) into statistics, each a list with a value for each layer.
 
-    `capacity` is the share of tokens that was processed, `causal_capacity` the share that the causal rule would
-    have taken; `precision` and `recall` are the rule's, against the choice of training; `never_chosen` is the share
-    of token types that occurred and were not chosen at any of their places.
+    - `capacity` is the share of the tokens that was processed.
+    - `causal_capacity` is the share that the causal rule would have chosen.
+    - `precision` and `recall` are those of the causal rule, against the choice of training.
+    - `gate_mean` and `gate_std` are of the weights of chosen tokens.
+    - `never_chosen` is the share of the token types that occurred and were not chosen at any of their places.
     """
     real, chosen, guessed, both, weight, squared = counts[:, :NUM_SUMS].unbind(1)  # (L,) each
-    occurred, were_chosen = (counts[:, NUM_SUMS:].reshape(len(counts), 2, -1) > 0).sum(2).unbind(1)  # (L,) each
-    mean = weight / chosen.clamp(min=1)
+    by_type = counts[:, NUM_SUMS:].reshape(len(counts), 2, -1)  # (L, 2, V)
+    occurred, were_chosen = (by_type > 0).sum(2).unbind(1)  # (L,) each
+    mean = weight / chosen.clamp(min=1)  # (L,)
+    variance = squared / chosen.clamp(min=1) - mean.square()  # (L,)
     statistics = {
         "capacity": chosen / real,
         "causal_capacity": guessed / real,
         "precision": both / guessed.clamp(min=1),
         "recall": both / chosen.clamp(min=1),
         "gate_mean": mean,
-        "gate_std": (squared / chosen.clamp(min=1) - mean.square()).clamp(min=0).sqrt(),
+        "gate_std": variance.clamp(min=0).sqrt(),
         "never_chosen": 1 - were_chosen / occurred,
     }
     return {name: values.tolist() for name, values in statistics.items()}

@@ -1,4 +1,4 @@
-"""`tune`: a pretrained model, converted or plain, is trained further; a converted one comes down to its capacity."""
+"""`tune`: a pretrained model is trained further, and a converted one comes down to its capacity."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,16 @@ from mixdepth.training.job import train
 def tune(
     model: str | Path, out: str | Path, *, capacity: float | tuple[float, ...] | None = None, **settings: Any
 ) -> Run:
-    """Tune a pretrained model in the folder `out`, or go on where an earlier call was stopped.
+    """Tune a pretrained model in the folder `out`, or resume the run that was stopped there.
 
-    A model that `convert` has made comes down to the capacity that it was converted for, or to `capacity`; a plain
-    model stays as dense as it is. Settings are those of `train`, with `settings.TUNE_DEFAULTS`.
+    A model that `convert` has made comes down to the capacity that it was converted for, or to `capacity`. A plain
+    model stays dense. Settings are those of `train`, and `settings.TUNE_DEFAULTS` are their defaults.
     """
     name = str(model)
     if "depth" in settings:
         raise ValueError("a model brings its routing along: convert it with other settings, or give a capacity")
+
+    # 1. The routing, and the capacity to come down to.
     depth = routing_of(name)
     if capacity is not None:
         if depth is None:
@@ -37,19 +39,28 @@ def tune(
         raise ValueError(
             f"{name!r} is routed at capacity 1, and no {CONVERSION} says where it is to come down to: give a capacity"
         )
-    usual = {k: v for k, v in TUNE_DEFAULTS.items() if depth is not None or k != "capacity_steps"}
-    name = name if smollm2.is_meant(name) or not Path(name).exists() else absolute(name)
-    return train(out, TrainConfig.from_dict({**usual, **settings, "model": name, "depth": depth}))
+
+    # 2. The defaults of tuning. The capacity of a dense model cannot fall.
+    defaults = dict(TUNE_DEFAULTS)
+    if depth is None:
+        del defaults["capacity_steps"]
+
+    # 3. A folder's name is to mean the same everywhere.
+    if not smollm2.is_meant(name) and Path(name).exists():
+        name = absolute(name)
+    return train(out, TrainConfig.from_dict({**defaults, **settings, "model": name, "depth": depth}))
 
 
 def routing_of(name: str) -> DepthConfig | None:
-    """The routing that a model has, or was converted to come down to; None for a plain one."""
+    """Return the routing that a model has, or that it was converted to come down to; None for a plain model."""
     conversion = Conversion.read(name)
     if conversion is not None:
         return conversion.depth
     if smollm2.is_meant(name):
-        smollm2.gguf_file()  # or the way to it
+        smollm2.gguf_file()  # says what to install if it is not there
         return None
     with loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    return DepthConfig.from_dict(config.depth) if config.model_type.startswith(PREFIX) else None
+    if not config.model_type.startswith(PREFIX):
+        return None
+    return DepthConfig.from_dict(config.depth)

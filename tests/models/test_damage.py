@@ -39,6 +39,14 @@ def change_weights(folder, name, value):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def fill_weights(folder, name, value):
+    """Set all numbers of a tensor."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].fill_(value)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def seal(checkpoint):
     """Write the marker of a checkpoint for the files as they are now."""
     marker = json.loads((checkpoint / "complete.json").read_text())
@@ -107,6 +115,13 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused(copy):
     assert f"are not finite: {QUERY!r} holds NaN" in refusal("eval", str(copy))
 
 
+def test_a_checkpoint_whose_marker_does_not_name_its_weights_is_damaged(copy):
+    from mixdepth.runs.checkpoints import damage
+
+    edit(copy / "checkpoint-60" / "complete.json", files={})
+    assert "was added" in damage(copy / "checkpoint-60")
+
+
 def test_the_first_tensor_that_is_not_finite_is_named():
     model = dense()
     with torch.no_grad():
@@ -156,17 +171,44 @@ def test_a_threshold_that_no_training_leaves_is_refused(settings, fill):
 @pytest.mark.parametrize("more", [[], ["--show-routes"], ["--num-beams", "2"]])
 def test_settings_that_leave_nothing_to_sample_from_are_refused(more, finished):
     message = refusal("generate", str(finished / "mod"), "x", *TO_GENERATE[:2], "--temperature", "1e-320", *more)
-    assert "temperature=1e-320 leave no probabilities to sample from" in message
+    assert "there are no probabilities to sample from with temperature=1e-320" in message
+
+
+def overflow_late(folder):
+    """Let rotary angles overflow from about the 18th token on."""
+    edit(folder / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 2.3e-43})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: edit(folder / "config.json", rms_norm_eps=float("nan")),
+        lambda folder: fill_weights(folder, "model.norm.weight", 3e38),
+        lambda folder: fill_weights(folder, "model.layers.0.mlp.up_proj.weight", 3e38),
+    ],
+)
+def test_a_model_that_computes_nan_of_finite_weights_is_refused(change, copy, tmp_path):
+    change(copy)
+    for command in commands(copy, tmp_path):
+        assert "computes no numbers, though its weights are finite" in refusal(*command)
+
+
+def test_generation_and_page_of_a_text_on_which_the_model_computes_nan_are_refused(copy, tmp_path):
+    overflow_late(copy)
+    text = "def f(x): return x + 1"
+    for more in ((), ("--greedy",), ("--num-beams", "2", "--greedy")):
+        message = refusal("generate", str(copy), text, "--max-new-tokens", "2", *more)
+        assert "the model computes NaN on this text" in message or "no probabilities to sample from" in message
+    assert "the model computes NaN on this text" in refusal(
+        "page", str(copy), "--text", text, "--out", str(tmp_path / "page.html")
+    )
 
 
 def test_numbers_that_are_none_are_null_in_json(copy):
     def refuse(constant):
         raise AssertionError(constant)
 
-    file = copy / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].fill_(3e38)  # finite, and its products are not
-    save_file(tensors, file, metadata={"format": "pt"})
+    overflow_late(copy)
     process = call("eval", str(copy), "--windows", "2", "--json", "-")
     assert process.returncode == 0
     (entry,) = json.loads(process.stdout, parse_constant=refuse)["models"]
@@ -227,6 +269,82 @@ def test_damaged_digests_are_a_note(content, copy):
     assert "digests.json" in mixdepth.load(str(copy)).note
 
 
+def add_adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def add_shards(folder):
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def forget_files(folder):
+    edit(folder / "digests.json", files={})
+
+
+def forget_weights(folder):
+    digests = json.loads((folder / "digests.json").read_text())["files"]
+    edit(folder / "digests.json", files={"config.json": digests["config.json"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (add_adapter, "adapter_config.json"),
+        (add_shards, "model.safetensors.index.json"),
+        (forget_files, "config.json"),
+        (forget_weights, "generation_config.json"),
+    ],
+)
+def test_a_file_that_was_added_to_a_finished_model_is_named(change, name, copy):
+    from mixdepth.runs.digests import change as change_of
+
+    change(copy)
+    assert change_of(copy) == f"{name!r} was added"
+
+
+def test_digests_that_are_no_file_are_a_note(copy):
+    (copy / "digests.json").unlink()
+    (copy / "digests.json").symlink_to(copy / "nothing")
+    assert "digests.json is damaged" in mixdepth.load(str(copy)).note
+    (copy / "digests.json").unlink()
+    (copy / "digests.json").mkdir()
+    assert "digests.json is damaged" in mixdepth.load(str(copy)).note
+
+
+def test_digests_of_impossible_names_are_a_note(copy):
+    edit(copy / "digests.json", files={"a" * 400: "x"})
+    note = mixdepth.load(str(copy)).note
+    assert "cannot be read" in note
+    assert len(note) < 400
+
+
+def test_the_digests_of_a_name_of_the_hub_are_checked_in_its_cache(copy, tmp_path, monkeypatch):
+    folder = tmp_path / "hub" / "models--me--mod"
+    flip(copy / "model.safetensors")
+    shutil.copytree(copy, folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "me/mod was changed after it was written (model.safetensors" in mixdepth.load("me/mod").note
+
+
+def test_a_file_of_nested_brackets_is_refused_in_a_sentence(copy):
+    (copy / "run.json").write_text("[" * 200_000)
+    assert "is damaged" in refusal("eval", str(copy), "--windows", "2")
+
+
+@pytest.mark.parametrize("settings", [{"eos_token_id": "x"}, {"forced_eos_token_id": 10**9}])
+def test_generation_settings_with_tokens_that_are_none_are_refused(settings, copy):
+    edit(copy / "generation_config.json", **settings)
+    assert f"says {next(iter(settings))}=" in refusal("generate", str(copy), "x", *TO_GENERATE)
+
+
+def test_a_generation_config_that_asks_for_a_dictionary_is_read_all_the_same(copy):
+    edit(copy / "generation_config.json", return_dict_in_generate=True)
+    assert call("generate", str(copy), "x", *TO_GENERATE).returncode == 0
+
+
 def test_a_server_says_that_its_model_was_changed(copy, capsys):
     from mixdepth.sampling.server import make_app
 
@@ -270,6 +388,8 @@ def test_every_file_is_hashed_once(copy, monkeypatch):
     ("changes", "message"),
     [
         ({"num_hidden_layers": 10**5}, r"config.json says num_hidden_layers=100000, and its weights are 26 tensors"),
+        ({"vocab_size": 10**12}, r"describes \d[\d,]+ weights, and its files hold \d\d,\d+"),
+        ({"intermediate_size": 10**9}, r"describes \d[\d,]+ weights, and its files hold \d\d,\d+"),
         ({"num_labels": 10**9}, r"config.json says num_labels=1000000000, and its weights are 4\d,\d+ numbers"),
         ({"attn_implementation": "evil/kernel"}, r"attn_implementation='evil/kernel', and no kernel is fetched"),
         ({"_attn_implementation": "evil/kernel@main:f"}, r"_attn_implementation='evil/kernel@main:f', and no kernel"),
@@ -331,7 +451,7 @@ def test_a_checkpoint_with_junk_is_refused_in_a_sentence_that_names_the_file(fil
     seal(checkpoint)
     message = refusal("train", *resume, "--out", str(copy))
     assert f"{str(checkpoint / file)!r} cannot be read" in message
-    assert "delete 'checkpoint-40', and the same command goes on" in message
+    assert "delete 'checkpoint-40' and give the same command again" in message
     assert len(message) < 500
 
 

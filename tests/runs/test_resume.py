@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import mixdepth
 from mixdepth.cli import main
 from mixdepth.data.corpus import load_corpus
+from mixdepth.runs.checkpoints import complete_checkpoints
 from mixdepth.runs.run import Run
 
 
@@ -62,7 +63,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(scheme, co
         assert not (killed / "result.json").exists()
     process = call(*arguments, "--out", str(killed))
     assert process.returncode == 0, process.stderr
-    assert "going on from checkpoint-" in process.stderr
+    assert "resuming from checkpoint-" in process.stderr
     assert caught_half_written or scheme == "random"
     assert weights(killed) == weights(whole)
     assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
@@ -119,9 +120,9 @@ def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished, tm
     assert process.exitcode == 2
     said = log.read_text()
     assert "checkpoint-60' cannot be written" in said.splitlines()[-1]
-    assert "goes on from there" in said.splitlines()[-1]
+    assert "give the same command again" in said.splitlines()[-1]
     assert "Traceback" not in said
-    assert [path.name for path in Run(interrupted).checkpoints()] == ["checkpoint-40"]
+    assert [path.name for path in complete_checkpoints(interrupted)] == ["checkpoint-40"]
     assert again(interrupted).returncode == 0
     assert weights(interrupted) == weights(finished / "mod")
 
@@ -180,7 +181,7 @@ def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted):
     assert "in which learning_rate was 0.5, not 0.004" in message
     del about["heads"]
     (interrupted / "run.json").write_text(json.dumps(about))
-    assert "in which heads was not told, not 2" in refusal("train", *same(interrupted), "--out", str(interrupted))
+    assert "in which heads was not recorded, not 2" in refusal("train", *same(interrupted), "--out", str(interrupted))
 
 
 def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
@@ -227,7 +228,7 @@ def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine
         else:
             codes, said = call_in_two(*arguments, str(other), log=tmp_path / f"{other.name}.log")
             assert codes == [0, 0], said
-        assert said.count("going on from checkpoint-20") == 1
+        assert said.count("resuming from checkpoint-20") == 1
         compare(other, one)
     assert (other / "metrics.jsonl").read_bytes() == (two / "metrics.jsonl").read_bytes()
     assert weights(other) == weights(two)

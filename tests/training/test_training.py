@@ -11,6 +11,7 @@ from corpora import TINY, documents, flags, lines, refusal, write_folder
 import mixdepth
 from mixdepth.data.corpus import load_corpus
 from mixdepth.models.fresh import make_model, with_shape
+from mixdepth.runs.checkpoints import complete_checkpoints
 from mixdepth.runs.run import Run
 from mixdepth.training.schedule import default_learning_rate, plan
 from mixdepth.training.trainer import DepthTrainer
@@ -37,7 +38,7 @@ def test_a_run_tells_all_that_happened(finished, corpus):
     timings = lines(run.folder / "timings.jsonl")
     assert [line["step"] for line in timings] == [line["step"] for line in training]
     assert all(line["tokens_per_second"] > 0 and line["share_of_peak"] > 0 for line in timings)
-    assert len(run.checkpoints()) == 2
+    assert len(complete_checkpoints(run.folder)) == 2
     dense = [line for line in Run(finished / "dense").metrics if "loss" in line]
     assert all("lm_loss" not in line and "layers" not in line for line in dense)
 

@@ -92,7 +92,7 @@ def test_a_tuned_run_resumes_to_the_bit(converted, corpus, tmp_path):
         path.unlink() if path.is_file() else None
     process = call("tune", converted, *flags(settings), "--out", str(halted))
     assert process.returncode == 0, process.stderr
-    assert "going on from checkpoint-8" in process.stderr
+    assert "resuming from checkpoint-8" in process.stderr
     assert (halted / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (halted / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
 
