@@ -14,7 +14,7 @@ from mixdepth.hf.install import route, unroute
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.models.loading import Loaded, load, positions
 from mixdepth.models.shape import model_config
-from mixdepth.runs.run import text_of, tokenizer_of
+from mixdepth.runs.run import tokenizer_of
 from mixdepth.runs.settings import CONVERT_DEFAULTS
 
 NUM_WINDOWS = 4
@@ -98,5 +98,5 @@ def _routed(dense: Any, depth: DepthConfig, ids: Tensor) -> RoutedCausalLM:
 def _corpus(name: str, loaded: Loaded, corpus: str | None) -> Corpus:
     run = loaded.run
     if corpus is None and run is not None:
-        return text_of(run)
+        return run.corpus()
     return load_corpus(corpus or "stdlib", tokenizer_of(name))

@@ -27,6 +27,7 @@ from mixdepth.models.card import write_card
 from mixdepth.models.loading import check_whole, load, positions
 from mixdepth.runs.digests import write_digests
 from mixdepth.runs.run import tokenizer_of
+from mixdepth.version import made_by
 
 CONVERSION = "conversion.json"
 
@@ -69,7 +70,7 @@ class Conversion:
         return {"original": self.original, "depth": self.depth.to_dict(), "costs": self.costs}
 
     def write(self, folder: Path) -> None:
-        write_json(folder / CONVERSION, self.to_dict())
+        write_json(folder / CONVERSION, {**self.to_dict(), "versions": made_by()})
 
 
 def convert(

@@ -17,7 +17,7 @@ from mixdepth.files import read_json, write_json, writing
 from mixdepth.machine import one_thread
 from mixdepth.models.loading import load
 from mixdepth.report.figures import check_matplotlib
-from mixdepth.runs.run import Run, text_of
+from mixdepth.runs.run import Run
 from mixdepth.sampling.generation import generate
 from mixdepth.text import tell
 from mixdepth.training.job import train
@@ -130,7 +130,7 @@ def _measure_speeds(dense: Run, routed: Run) -> dict[str, Any]:
     speeds = measure_speed(
         load(str(dense.folder)).model,
         load(str(routed.folder)).model,
-        torch.tensor(text_of(dense).validation.tokens[: 2**16].tolist()),  # (tokens,)
+        torch.tensor(dense.corpus().validation.tokens[: 2**16].tolist()),  # (tokens,)
         prompts=(64,),
         new_tokens=64,
         train_batch_size=COMMON["batch_size"],
@@ -151,7 +151,7 @@ def _sample(runs: dict[str, Run]) -> dict[str, str]:
 def traced(run: Run) -> Trace:
     """Return the routes of some held-out text."""
     loaded = load(str(run.folder))
-    ids = text_of(run).validation.tokens[:NUM_TRACED_TOKENS].tolist()
+    ids = run.corpus().validation.tokens[:NUM_TRACED_TOKENS].tolist()
     return trace_tokens(loaded.model, ids, loaded.tokenizer, context=COMMON["context"], name="the routed model")
 
 

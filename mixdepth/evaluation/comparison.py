@@ -15,7 +15,7 @@ from mixdepth.evaluation.intervals import Interval, interval
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.models.flops import count_flops
 from mixdepth.models.loading import Loaded, load, positions
-from mixdepth.runs.run import text_of, tokenizer_of
+from mixdepth.runs.run import tokenizer_of
 from mixdepth.text import columns
 
 DEFAULT_CONTEXT = 1024
@@ -138,6 +138,8 @@ class _Windows:
 
     corpus: str | None
     """The text for every model; None: each run brings its own."""
+    corpus_of_runs: Corpus | None
+    """A text of runs that has been read already."""
     text_field: str
     shares: dict[str, Any]
     """The held-out shares of `corpus`; empty for the defaults."""
@@ -156,13 +158,15 @@ def evaluate_runs(
     windows: int | None = None,
     batch_size: int = 16,
     split: str = "validation",
+    corpus_of_runs: Corpus | None = None,
 ) -> Comparison:
     """Evaluate runs, folders or models of the hub on held-out text.
 
     A run brings its own corpus and context, and is evaluated on what it held out. A `corpus` given here is used for
     all models: the part of it that one of the runs held out, or else a tenth of it. `split` is `validation`, or `test`
     for the second part that runs with `test` set have held out. `windows` takes that many of the windows, evenly
-    spaced. The same call gives the same numbers every time.
+    spaced. `corpus_of_runs` is the corpus of runs that has been read already, and is not read again for them. The same
+    call gives the same numbers every time.
     """
     # 1. Check the arguments before a model is loaded.
     if not names:
@@ -188,6 +192,7 @@ def evaluate_runs(
             break
     chosen = _Windows(
         corpus=corpus,
+        corpus_of_runs=corpus_of_runs,
         text_field=text_field,
         shares=shares,
         split=split,
@@ -241,7 +246,10 @@ def _text_for(name: str, loaded: Loaded, chosen: _Windows) -> tuple[str, Corpus]
     """Return the source of the text that this model is evaluated on, and the text."""
     run = loaded.run
     if run is not None and chosen.corpus in (None, run.settings.corpus):
-        return run.settings.corpus, text_of(run)
+        text = chosen.corpus_of_runs
+        if text is None or text.digest != run.about["corpus_digest"]:
+            text = run.corpus()
+        return run.settings.corpus, text
     if chosen.corpus is None:
         raise ValueError(f"{name!r} is not a run and has no corpus of its own: give one by --corpus")
     text = load_corpus(chosen.corpus, tokenizer_of(name), text_field=chosen.text_field, **chosen.shares)

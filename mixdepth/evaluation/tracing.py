@@ -28,7 +28,7 @@ from mixdepth.models.loading import Loaded, load, positions
 from mixdepth.modes import lookahead
 from mixdepth.router import Router, weigh
 from mixdepth.routes import Route, first_k, slots
-from mixdepth.runs.run import text_of, tokenizer_of
+from mixdepth.runs.run import tokenizer_of
 
 MAX_TOKENS = 4096
 """The most tokens that a trace holds. A page with more would be slow to read and to scroll."""
@@ -212,7 +212,7 @@ def _held_out_tokens(loaded: Loaded, name: str) -> list[int]:
     if loaded.run is None:
         text = load_corpus("stdlib", tokenizer_of(name))
     else:
-        text = text_of(loaded.run)
+        text = loaded.run.corpus()
     tokens: list[int] = text.validation.tokens[: MAX_TOKENS // 2].tolist()
     return tokens
 

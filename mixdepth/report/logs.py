@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mixdepth.files import read_json
-from mixdepth.runs.run import METRICS, SETTINGS, Run
+from mixdepth.runs.layout import METRICS, SETTINGS
+from mixdepth.runs.run import Run
 
 Numbers = NDArray[np.float64]
 

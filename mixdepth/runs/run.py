@@ -10,11 +10,7 @@ from filelock import FileLock, Timeout
 
 from mixdepth.data.corpus import Corpus, TokenisedText, tokenise_corpus
 from mixdepth.files import check_name, read_json, write_json, writing
-from mixdepth.runs.layout import COMPLETE
-from mixdepth.runs.layout import METRICS as METRICS
-from mixdepth.runs.layout import RESULT as RESULT
-from mixdepth.runs.layout import SETTINGS as SETTINGS
-from mixdepth.runs.layout import TIMINGS as TIMINGS
+from mixdepth.runs.layout import COMPLETE, METRICS, RESULT, SETTINGS, TIMINGS
 from mixdepth.runs.settings import MAY_DIFFER, TrainConfig
 from mixdepth.version import how_to_install
 
@@ -214,10 +210,5 @@ def tokenizer_of(name: str) -> str:
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
-    """Return the text that these settings name."""
+    """Read the text that these settings name."""
     return tokenise(config).open()
-
-
-def text_of(run: Run) -> Corpus:
-    """Return the text that a run was trained on."""
-    return run.corpus()
