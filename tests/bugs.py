@@ -369,7 +369,7 @@ BUGS = [
         file="hf/layer.py",
         find="if cached is not None:\n            cached.advance(num_tokens)",
         replace="if cached is not None and choice.route is not None:\n            cached.advance(num_tokens)",
-        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_step_by_step_give_the_logits_of_one_pass[llama-default]",
+        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_give_the_logits_of_one_pass[llama-default]",
     ),
     Bug(
         what="A cache that look-ahead left empty is continued from in silence.",
@@ -425,7 +425,7 @@ BUGS = [
         file="hf/model.py",
         find='routing != "causal" and (',
         replace="(",
-        test="hf/test_generate.py::test_generation_is_causal_in_training_mode_too[llama-default]",
+        test="laws/test_law_5_cache.py::test_generation_is_causal_in_training_mode_too[llama-default]",
     ),
     Bug(
         what="Each micro-batch counts the whole routing loss.",
@@ -446,7 +446,7 @@ BUGS = [
         file="hf/layer.py",
         find="is_whole = all(",
         replace="is_whole = any(",
-        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_step_by_step_give_the_logits_of_one_pass[llama-default]",
+        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_give_the_logits_of_one_pass[llama-default]",
     ),
     # The cache
     Bug(
@@ -454,7 +454,7 @@ BUGS = [
         file="hf/cache.py",
         find="num_tokens == 1 and len(set(self.lengths)) == 1",
         replace="num_tokens == 1",
-        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_step_by_step_give_the_logits_of_one_pass[llama-default]",
+        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_give_the_logits_of_one_pass[llama-default]",
     ),
     Bug(
         what="A routed layer's cache reports its stored tokens instead of the seen ones.",
@@ -538,7 +538,7 @@ BUGS = [
         file="hf/cache.py",
         find="buffer.new_zeros(shape)], dim)",
         replace="torch.full_like(buffer.new_zeros(shape), torch.nan if buffer.is_floating_point() else 0)], dim)",
-        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_step_by_step_give_the_logits_of_one_pass[llama-default]",
+        test="laws/test_law_5_cache.py::test_rows_that_chose_different_numbers_of_tokens_give_the_logits_of_one_pass[llama-default]",
     ),
     # Masks
     Bug(
@@ -674,49 +674,49 @@ BUGS = [
         file="models/flops.py",
         find="attending**2",
         replace="attending * num_tokens",
-        test="models/test_flops.py::test_a_routed_models_count_equals_torchs[llama-default]",
+        test="laws/test_law_8_accounting.py::test_a_routed_models_count_equals_torchs[llama-default]",
     ),
     Bug(
         what="The FLOPs of routers are not counted.",
         file="models/flops.py",
         find="router = num_tokens * token_flops(chooser)",
         replace="router = 0",
-        test="models/test_flops.py::test_a_routed_models_count_equals_torchs[llama-default]",
+        test="laws/test_law_8_accounting.py::test_a_routed_models_count_equals_torchs[llama-default]",
     ),
     Bug(
         what="The layers behind an exit are counted for all tokens.",
         file="models/flops.py",
         find="chosen = last_chosen",
         replace="chosen = num_tokens if chooser is None else last_chosen",
-        test="models/test_flops.py::test_a_routed_models_count_equals_torchs[llama-early_exit]",
+        test="laws/test_law_8_accounting.py::test_a_routed_models_count_equals_torchs[llama-early_exit]",
     ),
     Bug(
         what="Where the MLP alone is routed, attention is counted for the chosen tokens alone.",
         file="models/flops.py",
         find='everyone if target == "mlp" else chosen',
         replace="chosen",
-        test="models/test_flops.py::test_a_routed_models_count_equals_torchs[llama-mlp]",
+        test="laws/test_law_8_accounting.py::test_a_routed_models_count_equals_torchs[llama-mlp]",
     ),
     Bug(
         what="Tokens at no-op experts are counted as if an expert ran.",
         file="models/flops.py",
         find=" * num_experts // num_all",
         replace="",
-        test="models/test_flops.py::test_the_count_of_experts_equals_torchs_at_the_load_that_they_had[mixtral-integrated]",
+        test="laws/test_law_8_accounting.py::test_the_count_of_experts_equals_torchs_at_the_load_that_they_had[mixtral-integrated]",
     ),
     Bug(
         what="The logits of one token alone are counted.",
         file="models/flops.py",
         find="num_tokens * token_flops(model.get_output_embeddings())",
         replace="token_flops(model.get_output_embeddings())",
-        test="models/test_flops.py::test_a_dense_models_count_equals_torchs_or_is_refused[llama]",
+        test="laws/test_law_8_accounting.py::test_a_dense_models_count_equals_torchs_or_is_refused[llama]",
     ),
     Bug(
         what="Values are counted as wide as keys.",
         file="models/flops.py",
         find="2 * pairs * heads * (key_width + value_width)",
         replace="4 * pairs * heads * key_width",
-        test="models/test_flops.py::test_a_dense_models_count_equals_torchs_or_is_refused[deepseek_v3]",
+        test="laws/test_law_8_accounting.py::test_a_dense_models_count_equals_torchs_or_is_refused[deepseek_v3]",
     ),
     # The schedule
     Bug(

@@ -106,6 +106,22 @@ every_case = pytest.mark.parametrize(("architecture", "variant"), list(cases()))
 every_expert_case = pytest.mark.parametrize(("architecture", "variant"), list(expert_cases()))
 
 
+CACHES = ("llama", "mistral", "gemma2", "gpt2", "gpt_neox", "deepseek_v3", "mixtral")
+"""An architecture of each kind of cache: full, sliding, both, with other names, latent, and behind experts."""
+
+
+def cache_cases():
+    """All cases, of which other architectures than those of CACHES are slow."""
+    for case in cases():
+        marks = case.marks
+        if case.values[0] not in CACHES:
+            marks = (pytest.mark.slow,)
+        yield pytest.param(*case.values, id=case.id, marks=marks)
+
+
+every_cache_case = pytest.mark.parametrize(("architecture", "variant"), list(cache_cases()))
+
+
 @functools.cache
 def shared(architecture, variant):
     """One model for all laws that do not change it, with its tolerance."""

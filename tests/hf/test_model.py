@@ -188,22 +188,6 @@ def test_bfloat16_flips_few_decisions_between_one_pass_and_steps():
     assert torch.stack(flips).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
-def test_packed_documents_do_not_see_each_other(architecture):
-    model = routed(architecture)
-    first, second = token_ids(1, 9), token_ids(1, 11, seed=1)
-    packed = torch.cat([first, second], 1)
-    position_ids = torch.cat([torch.arange(9), torch.arange(11)])[None]
-    together = model(packed, position_ids=position_ids, use_cache=False).logits
-    alone = torch.cat([model(first).logits, model(second).logits], 1)
-    assert (together - alone).abs().max() <= 1e-10
-    embeddings = model.get_input_embeddings()(packed).detach().requires_grad_()
-    logits = model.train()(inputs_embeds=embeddings, position_ids=position_ids).logits
-    (gradient,) = torch.autograd.grad(logits[:, 9:].sum(), embeddings)
-    assert not gradient[:, :9].any()
-    assert gradient[:, 9:].any()
-
-
 def test_expert_logits_and_their_loss_keep_their_names_in_a_routed_mixture():
     ids = token_ids()
     model = routed("mixtral").train()

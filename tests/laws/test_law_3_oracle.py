@@ -35,6 +35,6 @@ def assert_gradients_close(gradient, expected, tolerance):
     """Compare two gradients, of which None is zero."""
     gradient = torch.zeros(()) if gradient is None else gradient
     expected = torch.zeros(()) if expected is None else expected
-    # Norms in transformers sum their gradients in float32.
-    allowed = max(1e-7 * (1 + expected.abs().max()), 10 * tolerance)
+    # Norms in transformers and shares of tokens in the package are computed in float32.
+    allowed = max(5e-7 * (1 + expected.abs().max()), 10 * tolerance)
     assert (gradient - expected).abs().max() <= allowed
