@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from mixdepth.bench.timing import CacheSize
-from mixdepth.hf.architectures import decoder_layers
+from mixdepth.hf.architectures import decoder_layers, dense_half, half_modules, target_of, tokens_of_halves
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.models.flops import check_counted, count_flops, halves, layer_flops, token_flops
+from mixdepth.hf.private import has_last_logits
+from mixdepth.models.flops import check_counted, count_flops, layer_flops, token_flops
 from mixdepth.router import Chooser
-
-HALVES = {"attention": ("input_layernorm", "self_attn"), "mlp": ("post_attention_layernorm", "mlp")}
-"""What the halves of a layer are made of, where one of them alone is routed."""
 
 
 class Work(NamedTuple):
@@ -66,7 +64,7 @@ def share_taken(model: Any, taken: Sequence[Tensor]) -> float | None:
 
 def last_logits(model: Any) -> dict[str, int]:
     """Return the argument with which generate() asks a model for the logits of the last token alone."""
-    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    return {"logits_to_keep": 1} if has_last_logits(model) else {}
 
 
 def step_work(model: Any, batch_size: int, context: int) -> Work:
@@ -104,7 +102,7 @@ def decode_work(model: Any, taken: Sequence[Tensor], prompt_length: int, cache: 
     feeds = []  # (B, new tokens) for each layer: the tokens that its MLP takes
     pairs = []  # for each layer, the number of pairs of a query and a key
     for layer, mask, window in zip(decoder_layers(model), taken, cache.windows, strict=True):
-        attending, feeding = halves(layer, torch.ones_like(mask), mask)  # (B, T) each
+        attending, feeding = tokens_of_halves(layer, torch.ones_like(mask), mask)  # (B, T) each
         keys = keys_in_reach(attending, window)  # (B, T)
         pairs.append(int((keys * attending)[:, prompt_length:].sum()))
         attends.append(attending[:, prompt_length:])
@@ -147,12 +145,12 @@ def _decode_bytes(
     for index, layer in enumerate(decoder_layers(model)):
         if any(parameter.ndim > 2 for parameter in layer.parameters()):
             return None
-        target = getattr(layer, "depth_target", "block")
+        target = target_of(layer)
         # 1. Every step reads the routers, and the half that is not routed.
         always_read = sum(_parameter_bytes(router) for router in _routers(layer))
-        if target != "block":
-            dense_half = HALVES["mlp" if target == "attention" else "attention"]
-            always_read += sum(_parameter_bytes(layer.get_submodule(name)) for name in dense_half)
+        half = dense_half(target)
+        if half is not None:
+            always_read += sum(_parameter_bytes(module) for module in half_modules(layer, half))
         # 2. A step in which some row chose the routed part reads that part, too.
         routed_bytes = _parameter_bytes(layer) - always_read
         chosen = attends[index] if target == "attention" else feeds[index]  # (B, new tokens)

@@ -14,12 +14,9 @@ from tqdm import tqdm
 
 from mixdepth.config import Target
 from mixdepth.evaluation.batches import evaluating
-from mixdepth.hf.architectures import check_supported, decoder_layers
+from mixdepth.hf.architectures import check_supported, decoder_layers, target_module
 from mixdepth.hf.install import route, unroute
 from mixdepth.modes import given_scores, lookahead
-
-PARTS = {"block": "", "attention": "self_attn", "mlp": "mlp"}
-"""The submodule of a layer whose output a target adds to the stream. The output of a block is the stream itself."""
 
 
 @torch.no_grad()
@@ -104,7 +101,7 @@ def moves_of_layers(model: Any, batch: Tensor, target: Target) -> tuple[Tensor, 
 
     handles: list[RemovableHandle] = []
     for layer in decoder_layers(model):
-        part = layer.get_submodule(PARTS[target])
+        part = target_module(layer, target)
         handles.append(layer.register_forward_pre_hook(remember_input, with_kwargs=True))
         handles.append(part.register_forward_hook(compare_output, with_kwargs=True))
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mixdepth import schemes
 from mixdepth.config import DepthConfig, GateOn, Target
 from mixdepth.experts import ExpertLoad, ExpertRouter
+from mixdepth.hf.architectures import ATTENTION, MLP, half_modules
 from mixdepth.hf.cache import CacheWrite, RoutedCacheLayer, routed_cache_layer
 from mixdepth.hf.mask import real_tokens, routed_mask
 from mixdepth.modes import active
@@ -104,8 +105,8 @@ class HalvesLayer(Mixin):
 
     def attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The stream after attention: x + attention(norm(x))."""
-        layer: Any = self
-        update: Tensor = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+        norm, attention = half_modules(self, ATTENTION)
+        update: Tensor = attention(hidden_states=norm(x), **kwargs)[0]
         return x + update
 
     def feed_forward(self, x: Tensor, used: Tensor | None, depth: DepthContext | None) -> Tensor:
@@ -113,12 +114,13 @@ class HalvesLayer(Mixin):
 
         Routed experts get `used` (B, T), which is False at padding and unused slots, and report their load.
         """
-        layer: Any = self
-        h = layer.post_attention_layernorm(x)
-        if not isinstance(layer.mlp, RoutedExperts):
-            return x + layer.mlp(h)
+        norm, mlp = half_modules(self, MLP)
+        h = norm(x)
+        if not isinstance(mlp, RoutedExperts):
+            update = mlp(h)
+            return x + update
         lookahead = None if depth is None else depth.lookahead
-        update, load = layer.mlp.serve(h, used, lookahead)
+        update, load = mlp.serve(h, used, lookahead)
         if depth is not None:
             depth.loads[self.depth_index] = load
         return x + update

@@ -7,14 +7,14 @@ forward passes.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from mixdepth.hf.architectures import decoder_layers, expert_block
+from mixdepth.hf.architectures import attention_module, decoder_layers, expert_block, tokens_of_halves
 from mixdepth.hf.install import route
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
@@ -24,8 +24,6 @@ from mixdepth.modes import active
 from mixdepth.router import Chooser
 from mixdepth.routes import slots
 
-Tokens = TypeVar("Tokens")
-"""How many tokens, or which."""
 NOT_COUNTED = {
     "diffllama": "its attention takes each product twice",
     "modernbert-decoder": "it has a further layer before its logits",
@@ -97,7 +95,7 @@ def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = N
                 last_chosen = slots(chooser.capacity, num_tokens) if taken is None else taken[index]
                 router = num_tokens * token_flops(chooser)
             chosen = last_chosen
-        attending, feeding = halves(layer, num_tokens, chosen)
+        attending, feeding = tokens_of_halves(layer, num_tokens, chosen)
         layers.append(LayerFlops(chosen, router, *layer_flops(layer, config, attending, attending**2, feeding)))
     return FlopCount(tuple(layers), num_tokens * token_flops(model.get_output_embeddings()))
 
@@ -110,18 +108,12 @@ def check_counted(model: Any) -> None:
         raise ValueError(f"the FLOPs of {type(model).__name__} ({model_type!r}) are not counted: {reason}")
 
 
-def halves(layer: Any, everyone: Tokens, chosen: Tokens) -> tuple[Tokens, Tokens]:
-    """Who goes through a layer's attention, and who through its MLP."""
-    target = getattr(layer, "depth_target", "block")
-    return everyone if target == "mlp" else chosen, everyone if target == "attention" else chosen
-
-
 def layer_flops(layer: Any, config: Any, attending: int, pairs: int, feeding: int) -> tuple[int, int]:
     """FLOPs of a layer's attention, for so many tokens and `pairs` of a query and a key, and of its MLP."""
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_width, value_width = (getattr(config, name, None) or head_width for name in ("qk_head_dim", "v_head_dim"))
-    projections = token_flops(_attention(layer))
+    projections = token_flops(attention_module(layer))
     mlp = token_flops(layer) - projections
     attention = attending * projections + 2 * pairs * heads * (key_width + value_width)
     return attention, feeding * mlp + _expert_flops(layer, feeding)
@@ -145,13 +137,6 @@ def _expert_flops(layer: Any, num_tokens: int) -> int:
     one_expert: int = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3) // num_experts
     gate: int = block.gate.weight.numel()
     return 2 * num_tokens * gate + 2 * pairs * one_expert
-
-
-def _attention(layer: Any) -> nn.Module | None:
-    """The layer's attention: the child with a query, under whatever name."""
-    names = ("self_attn", "attention", "attn", "self_attention")
-    found = [child for name, child in layer.named_children() if name in names]
-    return found[0] if found else None
 
 
 def token_flops(module: nn.Module | None) -> int:
