@@ -60,7 +60,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def fingerprint(folder: Path, corpus: Path, routing: dict | None) -> dict[str, str]:
     """Train a small model, and hash what it logged, its weights, logits, routes and greedy answer."""
-    depth = None if routing is None else mixdepth.DepthConfig(**routing)
+    make_config = getattr(mixdepth.DepthConfig, "from_flat", mixdepth.DepthConfig)  # 0.1 had flat settings alone
+    depth = None if routing is None else make_config(**routing)
     experts = {"num_experts": 4} if routing is not None and "experts" in routing else {}
     run = mixdepth.train(folder, **SETTINGS, **experts, corpus=str(corpus), depth=depth)
     model = mixdepth.load(str(folder)).model
