@@ -105,3 +105,40 @@ def test_no_two_modules_have_one_name():
 def test_no_module_has_the_name_of_a_public_function():
     assert not {file.stem for file in PACKAGE.rglob("*.py")} & {*mixdepth.__all__}
     assert not {file.stem for file in (PACKAGE / "isoflop").glob("*.py")} & {*mixdepth.isoflop.__all__}
+
+
+def comparisons_of_schemes(source):
+    """The lines of a module that compare a scheme with something: `==`, `in`, or `match`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            compared = [node.subject]
+        else:
+            continue
+        for operand in compared:
+            name = getattr(operand, "attr", getattr(operand, "id", None))
+            if isinstance(operand, ast.Subscript) and isinstance(operand.slice, ast.Constant):
+                name = operand.slice.value
+            if name == "scheme":
+                yield node.lineno if isinstance(node, ast.Compare) else node.subject.lineno
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'router.scheme == "soft"',
+        'scheme in ("random", "soft")',
+        '"random" != config.depth.scheme',
+        'settings["scheme"] == "random"',
+        'match scheme:\n    case "soft": pass',
+    ],
+)
+def test_a_comparison_of_a_scheme_is_found(line):
+    assert [*comparisons_of_schemes(f"x = 1\n{line}")] == [2]
+
+
+def test_only_the_module_of_schemes_compares_schemes():
+    for file in PACKAGE.rglob("*.py"):
+        lines = [*comparisons_of_schemes(file.read_text())]
+        assert not lines or file.name == "schemes.py", f"{file}, line {lines[0]}: ask a function of schemes.py"
