@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -58,6 +59,11 @@ def plan(folder: Path, corpus: str, **options) -> Study:
     """A study of two cells of a few steps, unless told otherwise."""
     asked = {"budgets": [3e8], "variants": ["dense", "mod"], "seeds": 1, "sizes": 1, "centre": CENTRE}
     return isoflop.plan(folder, **{**asked, **SMALL, "corpus": corpus, **options})
+
+
+def without_records(study: Path, folder: Path, *patterns: str) -> Path:
+    """Copy a study without its cells.jsonl, and without the files of these patterns: the folders have the results."""
+    return shutil.copytree(study, folder, ignore=shutil.ignore_patterns("cells.jsonl", *patterns))
 
 
 def flags(settings: dict) -> list[str]:

@@ -23,9 +23,21 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
                 depth = None if variant == "dense" else DepthConfig(every=1)
                 shared = {"width": width, "learning_rate": 1e-3, "steps": 10}
                 settings = TrainConfig(**shared, layers=layers, seed=seed, depth=depth).to_dict()
-                cells.append(
-                    Cell(name, budget, variant, seed, ladder(4)[index], settings, int(size), 2 * size, 10, 10, 0.1, 1.0)
+                cell = Cell(
+                    name=name,
+                    budget=budget,
+                    variant=variant,
+                    seed=seed,
+                    rung=ladder(4)[index],
+                    settings=settings,
+                    parameters=int(size),
+                    flops_per_token=2 * size,
+                    steps=10,
+                    flops=10,
+                    epochs=0.1,
+                    seconds=1.0,
                 )
+                cells.append(cell)
                 run = folder / "cells" / name
                 run.mkdir(parents=True)
                 value = loss + curvature * math.log(size / best) ** 2 + 0.01 * seed + noise * generator.normal()
@@ -35,10 +47,22 @@ def write_study(folder, curves, hypotheses=(), seeds=(0, 1, 2), noise=0.0):
                 (run / "result.json").write_text(json.dumps(result))
                 about = {"settings": settings, "corpus_digest": "digest", "versions": {}}
                 (run / "run.json").write_text(json.dumps(about))
-    Study(folder, "digest", [], cells, list(hypotheses)).write()
+    study = Study(folder=folder, corpus_digest="digest", plans=[], cells=cells, hypotheses=list(hypotheses))
+    study.write()
     return folder
 
 
 def claim(kind, variant="mod", against="dense", margin=0.003, family="primary", seeds=(0, 1, 2)):
     name = f"{kind} {variant} {against}"
-    return Hypothesis(name, "words", kind, 1e13, variant, against, margin, family, 0, seeds)
+    return Hypothesis(
+        name=name,
+        claim="words",
+        kind=kind,
+        budget=1e13,
+        variant=variant,
+        against=against,
+        margin=margin,
+        family=family,
+        finished_before=0,
+        seeds=list(seeds),
+    )

@@ -16,17 +16,17 @@ from mixdepth.lazy import lazily
 
 if TYPE_CHECKING:
     from mixdepth.isoflop.drawing import plot as plot
-    from mixdepth.isoflop.fitting import Fit as Fit
     from mixdepth.isoflop.fitting import fit as fit
     from mixdepth.isoflop.launching import run as run
     from mixdepth.isoflop.planning import plan as plan
+    from mixdepth.isoflop.results import Fit as Fit
     from mixdepth.isoflop.study import Cell as Cell
     from mixdepth.isoflop.study import Hypothesis as Hypothesis
     from mixdepth.isoflop.study import Study as Study
 
 PLACES = {
     "Cell": "mixdepth.isoflop.study",
-    "Fit": "mixdepth.isoflop.fitting",
+    "Fit": "mixdepth.isoflop.results",
     "Hypothesis": "mixdepth.isoflop.study",
     "Study": "mixdepth.isoflop.study",
     "fit": "mixdepth.isoflop.fitting",

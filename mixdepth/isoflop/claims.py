@@ -1,90 +1,172 @@
-"""What became of the claims that were written down: each is tested on the seeds that were planned with it."""
+"""Tests of the claims that were written down: each on the seeds that were planned with it, with a verdict in words."""
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from mixdepth.isoflop.curves import Curve, Pair
 from mixdepth.isoflop.estimates import LEVEL, Statistic, estimate, p_value
+from mixdepth.isoflop.results import ClaimResult
 from mixdepth.isoflop.study import Hypothesis
 from mixdepth.text import short
 
-
-def tested(claims: list[Hypothesis], curves: dict[tuple[float, str], Curve]) -> list[dict[str, Any]]:
-    """Each claim with its estimate, interval, p and verdict; the primary ones of a budget corrected by Holm."""
-    tests = [_test(claim, curves) for claim in claims]
-    for budget in {claim.budget for claim in claims}:
-        _correct([test for test in tests if test["budget"] == budget and test["family"] == "primary"])
-    return [{**test, "verdict": _verdict(test)} for test in tests]
+Curves = Mapping[tuple[float, str], Curve]
+"""The curves of a study, by budget and variant."""
 
 
-def _test(claim: Hypothesis, curves: dict[tuple[float, str], Curve]) -> dict[str, Any]:
-    """`obstacle` says why there is no p, `notes` what it must be read with."""
-    about: dict[str, Any] = {**claim._asdict(), "claim": f"{short(claim.budget)}: {claim.claim}"}
-    about |= {"by_seed": {}, "estimate": None, "interval": None, "p": None, "p_corrected": None, "notes": []}
-    one, other = (curves.get((claim.budget, name)) for name in (claim.variant, claim.against))
+class Condition(NamedTuple):
+    """A statement about a statistic. A claim holds if all its conditions do."""
+
+    statistic: Statistic
+    bound: float
+    alternative: str
+    """The side of the bound on which the statistic lies: `less`, `greater` or `two-sided`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Test:
+    """The test of a claim, before its p value is corrected."""
+
+    by_seed: dict[int, float]
+    estimate: float | None
+    interval: list[float] | None
+    p: float | None
+    notes: list[str]
+    obstacle: str | None
+
+
+def tested(claims: list[Hypothesis], curves: Curves) -> list[ClaimResult]:
+    """Test each claim. The p values of the primary ones of a budget are corrected by Holm's method."""
+    results = [_result(claim, _test(claim, curves)) for claim in claims]
+    corrected = _corrected(results)
+    return [replace(result, verdict=_verdict(result)) for result in corrected]
+
+
+def _result(claim: Hypothesis, test: _Test) -> ClaimResult:
+    values = asdict(claim) | asdict(test) | {"claim": f"{short(claim.budget)}: {claim.claim}"}
+    return ClaimResult(**values, p_corrected=None, verdict="")
+
+
+def _test(claim: Hypothesis, curves: Curves) -> _Test:
+    # 1. Find the two curves, and the seeds that were planned with the claim.
+    one = curves.get((claim.budget, claim.variant))
+    other = curves.get((claim.budget, claim.against))
     if one is None or other is None:
-        return {**about, "obstacle": "not run"}
+        return _without_p("not run")
     pair = Pair.of(one, other, claim.seeds)
-    obstacle = pair.obstacle if claim.kind != "equivalent" else None  # that goes by all sizes, and takes no curve
-    if len(pair.seeds) < 2:
-        obstacle = obstacle or "too few seeds"
+    obstacle = _obstacle(claim, pair)
     if obstacle is not None:
-        return {**about, "obstacle": obstacle}
-    statistic, parts = _statistics(claim, pair)
-    found = estimate(statistic, pair.seeds)
-    p = max(p_value(part, pair.seeds, edge, side) for part, edge, side in parts)  # all of them must hold
+        return _without_p(obstacle)
+
+    # 2. Estimate the statistic, and test the conditions: all of them must hold, so the largest p counts.
+    statistic, conditions = _statistics(claim, pair)
+    estimated = estimate(statistic, pair.seeds)
+    p_values = [
+        p_value(condition.statistic, pair.seeds, condition.bound, condition.alternative) for condition in conditions
+    ]
+    p = max(p_values)
+
+    # 3. A p value that is not a number says that the seeds do not differ.
+    has_p = math.isfinite(p)
+    return _Test(
+        by_seed=estimated.by_seed,
+        estimate=estimated.value if math.isfinite(estimated.value) else None,
+        interval=estimated.t_interval,
+        p=p if has_p else None,
+        notes=_notes(claim, pair),
+        obstacle=None if has_p else "the seeds do not differ",
+    )
+
+
+def _without_p(obstacle: str) -> _Test:
+    return _Test(by_seed={}, estimate=None, interval=None, p=None, notes=[], obstacle=obstacle)
+
+
+def _obstacle(claim: Hypothesis, pair: Pair) -> str | None:
+    """Why a claim cannot be tested. `equivalent` averages over all sizes, and needs no curve."""
+    if claim.kind != "equivalent" and pair.obstacle is not None:
+        return pair.obstacle
+    if len(pair.seeds) < 2:
+        return "too few seeds"
+    return None
+
+
+def _notes(claim: Hypothesis, pair: Pair) -> list[str]:
+    """List what limits the test."""
     notes = []
     if claim.kind in ("differs", "less") and not pair.has_ladders:
         notes.append("at equal FLOPs")
-    for curve in (one,) if one is other else (one, other):
+    curves = [pair.one]
+    if pair.other is not pair.one:
+        curves.append(pair.other)
+    for curve in curves:
         if len(curve.points) < curve.num_planned:
             notes.append(f"interim, {len(curve.points)} of {curve.num_planned} sizes of {curve.variant}")
     if len(pair.seeds) < len(claim.seeds):
         notes.append(f"interim, {len(pair.seeds)} of {len(claim.seeds)} seeds")
-    return {
-        **about,
-        **{"by_seed": found.by_seed, "interval": found.t_interval, "notes": notes},
-        "estimate": found.value if math.isfinite(found.value) else None,
-        "p": p if math.isfinite(p) else None,
-        "obstacle": None if math.isfinite(p) else "the seeds do not differ",
-    }
+    return notes
 
 
-def _statistics(claim: Hypothesis, pair: Pair) -> tuple[Statistic, list[tuple[Statistic, float, str]]]:
-    """What is told of a claim; and what must all hold for it: a statistic, and on which side of what it lies."""
+def _statistics(claim: Hypothesis, pair: Pair) -> tuple[Statistic, list[Condition]]:
+    """Choose the statistic that is reported for a claim, and the conditions that must all hold for it."""
     match claim.kind:
         case "less":
-            return pair.relative_loss, [(pair.relative_loss, 0, "less")]
+            return pair.relative_loss, [Condition(pair.relative_loss, 0, "less")]
         case "larger":
-            return pair.relative_size, [(pair.relative_size, 0, "greater")]
-        case "equivalent":
+            return pair.relative_size, [Condition(pair.relative_size, 0, "greater")]
+        case "equivalent":  # two one-sided tests
             gap = pair.one.gap
-            return gap, [(gap, -claim.margin, "greater"), (gap, claim.margin, "less")]
-        case "crosses":
-            return pair.relative_crossing, [(pair.loss_at_smallest, 0, "greater"), (pair.loss_at_largest, 0, "less")]
-    return pair.relative_loss, [(pair.relative_loss, 0, "two-sided")]
+            return gap, [Condition(gap, -claim.margin, "greater"), Condition(gap, claim.margin, "less")]
+        case "crosses":  # worse at the smallest size, better at the largest
+            at_smallest = Condition(pair.loss_at_smallest, 0, "greater")
+            at_largest = Condition(pair.loss_at_largest, 0, "less")
+            return pair.relative_crossing, [at_smallest, at_largest]
+    return pair.relative_loss, [Condition(pair.relative_loss, 0, "two-sided")]
 
 
-def _correct(tests: list[dict[str, Any]]) -> None:
-    """Holm's correction, for all that were planned."""
-    highest = 0.0
-    with_p = sorted((test for test in tests if test["p"] is not None), key=lambda test: float(test["p"]))
-    for rank, test in enumerate(with_p):
-        highest = max(highest, min(1.0, (len(tests) - rank) * test["p"]))
-        test["p_corrected"] = highest
+def _corrected(results: list[ClaimResult]) -> list[ClaimResult]:
+    """Correct the p values of the primary claims of each budget by Holm's method, for all that were planned."""
+    corrected = [*results]
+    for budget in {result.budget for result in results}:
+        is_in_family = [result.budget == budget and result.family == "primary" for result in results]
+        family = [index for index, is_member in enumerate(is_in_family) if is_member]
+        p_values = {index: p for index in family if (p := results[index].p) is not None}
+        by_p = sorted(p_values, key=lambda index: p_values[index])
+        highest = 0.0
+        for rank, index in enumerate(by_p):
+            # p_(rank) * (m - rank), never below that of a smaller p
+            highest = max(highest, min(1.0, (len(family) - rank) * p_values[index]))
+            corrected[index] = replace(results[index], p_corrected=highest)
+    return corrected
 
 
-def _verdict(test: dict[str, Any]) -> str:
-    if test["obstacle"] is not None:
-        return str(test["obstacle"])
-    is_primary = test["family"] == "primary"
-    is_shown = (test["p_corrected"] if is_primary else test["p"]) < LEVEL
-    words = ("holds" if is_primary else f"p < {LEVEL}") if is_shown else "not shown"
-    if is_shown and test["kind"] == "differs":
-        words += ": lower" if test["estimate"] < 0 else ": higher"
-        if test["margin"] and test["estimate"] <= -test["margin"]:
-            words += f", and by its estimate reaches the goal of {test['margin']:.1%}"
+def _verdict(result: ClaimResult) -> str:
+    """Say in words what became of a claim."""
+    if result.obstacle is not None:
+        return result.obstacle
+    is_primary = result.family == "primary"
+    p = result.p_corrected if is_primary else result.p
+    assert p is not None
+    verdict = "not shown"
+    if p < LEVEL:
+        verdict = "holds" if is_primary else f"p < {LEVEL}"
+        if result.kind == "differs":
+            verdict += _side(result)
     if not is_primary:
-        after = f", thought of after {test['finished_before']} runs" if test["finished_before"] else ""
-        words += f" (exploratory{after})"
-    return "; ".join([words, *test["notes"]])
+        verdict += " (exploratory"
+        if result.finished_before:
+            verdict += f", thought of after {result.finished_before} runs"
+        verdict += ")"
+    return "; ".join([verdict, *result.notes])
+
+
+def _side(result: ClaimResult) -> str:
+    """Say on which side a loss differs, and whether the goal is reached."""
+    assert result.estimate is not None
+    if result.estimate >= 0:
+        return ": higher"
+    side = ": lower"
+    if result.margin and result.estimate <= -result.margin:
+        side += f", and by its estimate reaches the goal of {result.margin:.1%}"
+    return side

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,16 @@ import numpy as np
 from mixdepth.isoflop.estimates import all_but_one
 
 MIN_SIZES = 3
-"""Points that a parabola takes; with fewer sizes the best one stands for the curve."""
+"""The number of points that a parabola needs. With fewer sizes the best one stands for the curve."""
 SAME_FLOPS = 0.25
-"""Octaves of FLOPs for each token within which two sizes are compared where there is no curve."""
+"""The largest distance, in octaves of FLOPs per token, at which two sizes are compared where there is no curve."""
+MAX_LOG_SIZE = 100
+"""The largest logarithm of a size that a crossing may have. Larger ones would overflow."""
 
 
-class Point(NamedTuple):
-    """A variant at one size and budget: the losses of its seeds."""
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A variant at one size and budget, with the losses of its seeds."""
 
     shape: str
     parameters: int
@@ -23,10 +27,10 @@ class Point(NamedTuple):
     losses: dict[int, float]
     lookahead_losses: dict[int, float]
     capacities: dict[int, list[float] | None]
-    """Realised by the causal rule, for each routed layer."""
+    """The share of the tokens that the causal rule chose, for each routed layer."""
 
     def loss(self, seeds: Sequence[int]) -> float:
-        """The mean over these seeds, which may come more than once."""
+        """Average the loss over these seeds. A seed may occur more than once."""
         return float(np.mean([self.losses[seed] for seed in seeds]))
 
 
@@ -36,10 +40,11 @@ class Optimum(NamedTuple):
     parameters: float
     loss: float
     is_bracketed: bool
-    """Whether it lies within the sizes that were tried; if not, this is the best of them."""
+    """Whether it lies within the sizes that were tried. If it does not, this is the best of them."""
 
 
-class Curve(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Curve:
     """A variant at one budget, over its sizes, with the seeds that all of them have."""
 
     budget: float
@@ -47,41 +52,54 @@ class Curve(NamedTuple):
     points: tuple[Point, ...]
     seeds: list[int]
     num_planned: int
-    """Sizes that it is planned with."""
+    """The number of sizes in the plan."""
 
     @property
     def is_ladder(self) -> bool:
-        """Whether these are to be enough for a parabola; if not, sizes of equal FLOPs are compared."""
+        """Whether enough sizes are planned for a parabola. If not, sizes of equal FLOPs are compared."""
         return self.num_planned >= MIN_SIZES
+
+    @property
+    def sizes(self) -> list[int]:
+        return [point.parameters for point in self.points]
 
     @property
     def best(self) -> Point:
         """The best size that was tried."""
         return min(self.points, key=lambda point: point.loss(self.seeds))
 
+    def losses(self, seeds: Sequence[int]) -> list[float]:
+        """Average the loss of each size over these seeds."""
+        return [point.loss(seeds) for point in self.points]
+
     def optimum(self, seeds: Sequence[int]) -> Optimum:
-        """Of the means over these seeds."""
-        return lowest([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
+        """Find the lowest point of the curve through the means over these seeds."""
+        return lowest(self.sizes, self.losses(seeds))
 
     def lowest_loss(self, seeds: Sequence[int]) -> float:
-        """Of the sizes that were tried."""
-        return min(point.loss(seeds) for point in self.points)
+        """Find the lowest loss among the sizes that were tried."""
+        return min(self.losses(seeds))
 
     def is_bracketed(self, seeds: Sequence[int]) -> bool:
-        """By the mean over these seeds, and without any one of them."""
-        subsets = [seeds, *(all_but_one(seeds) if len(seeds) > 1 else [])]
+        """Whether the optimum lies within the sizes that were tried, with these seeds and without any one of them."""
+        subsets = [list(seeds)]
+        if len(seeds) > 1:
+            subsets += all_but_one(seeds)
         return bool(seeds) and all(self.optimum(subset).is_bracketed for subset in subsets)
 
     def parabola(self, seeds: Sequence[int]) -> list[float]:
-        return parabola([point.parameters for point in self.points], [point.loss(seeds) for point in self.points])
+        return parabola(self.sizes, self.losses(seeds))
 
     def gap(self, seeds: Sequence[int]) -> float:
-        """What causal routing costs, relative to the loss with look-ahead, over all sizes."""
-        gaps = [point.losses[seed] / point.lookahead_losses[seed] - 1 for point in self.points for seed in seeds]
+        """Average the cost of causal routing, relative to the loss with look-ahead, over all sizes."""
+        gaps = []
+        for point in self.points:
+            gaps += [point.losses[seed] / point.lookahead_losses[seed] - 1 for seed in seeds]
         return float(np.mean(gaps))
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Pair:
     """Two curves of one budget, over seeds that both have."""
 
     one: Curve
@@ -90,12 +108,15 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, one: Curve, other: Curve, among: Sequence[int] | None = None) -> "Pair":
-        both = set(one.seeds) & set(other.seeds)
-        return cls(one, other, sorted(both if among is None else both & set(among)))
+        """Pair two curves over the seeds that both have, or those of them that are `among` the given ones."""
+        seeds = set(one.seeds) & set(other.seeds)
+        if among is not None:
+            seeds &= set(among)
+        return cls(one=one, other=other, seeds=sorted(seeds))
 
     @property
     def has_ladders(self) -> bool:
-        """Whether optima are compared; else sizes that cost the same."""
+        """Whether optima are compared. If not, sizes of the same cost are."""
         return self.one.is_ladder and self.other.is_ladder
 
     @property
@@ -104,70 +125,92 @@ class Pair(NamedTuple):
 
     @property
     def obstacle(self) -> str | None:
-        """Why there is nothing to compare."""
+        """Why the curves cannot be compared; None if they can."""
         if not self.seeds:
             return "they have no seed in common"
-        if self.has_ladders and min(len(self.one.points), len(self.other.points)) < MIN_SIZES:
+        if not self.has_ladders:
+            return None if self.same_flops else "they have no size in common"
+        if min(len(self.one.points), len(self.other.points)) < MIN_SIZES:
             return "too few sizes are finished"
-        if self.has_ladders:  # the best of the sizes that were tried is a chance find, whose error no jackknife knows
-            return None if self.is_bracketed else "an optimum is not bracketed"
-        return None if self.same_flops else "they have no size in common"
+        # Without a bracket the best size that was tried is a chance find, and the jackknife does not know its error.
+        return None if self.is_bracketed else "an optimum is not bracketed"
 
     @property
     def same_flops(self) -> list[tuple[Point, Point]]:
-        pairs = ((a, b) for a in self.one.points for b in self.other.points)
-        return [(a, b) for a, b in pairs if abs(math.log2(a.flops_per_token / b.flops_per_token)) <= SAME_FLOPS]
+        """The pairs of sizes that cost about the same."""
+        pairs = []
+        for point in self.one.points:
+            for other in self.other.points:
+                octaves = math.log2(point.flops_per_token / other.flops_per_token)
+                if abs(octaves) <= SAME_FLOPS:
+                    pairs.append((point, other))
+        return pairs
 
     def relative_loss(self, seeds: Sequence[int]) -> float:
-        """The loss of one relative to the other's."""
+        """Compute the loss of `one` relative to that of `other`, minus 1."""
         if self.has_ladders:
             return self.one.optimum(seeds).loss / self.other.optimum(seeds).loss - 1
-        return float(np.mean([a.loss(seeds) / b.loss(seeds) for a, b in self.same_flops])) - 1
+        ratios = [point.loss(seeds) / other.loss(seeds) for point, other in self.same_flops]
+        return float(np.mean(ratios)) - 1
 
     def relative_best(self, seeds: Sequence[int]) -> float:
-        """The loss of the best size of one that was tried, relative to the other's."""
+        """Compute the same from the best sizes that were tried."""
         return self.one.lowest_loss(seeds) / self.other.lowest_loss(seeds) - 1
 
     def relative_size(self, seeds: Sequence[int]) -> float:
-        """The logarithm of the ratio of optimal sizes."""
+        """Compute the logarithm of the ratio of optimal sizes."""
         return math.log(self.one.optimum(seeds).parameters / self.other.optimum(seeds).parameters)
 
     def crossings(self, seeds: Sequence[int]) -> list[float]:
-        """The sizes, among those that both have, where the parabolas meet."""
+        """Find where the parabolas meet, among the sizes that both curves have."""
         low, high = self._common_sizes()
-        roots = np.roots(np.subtract(self.one.parabola(seeds), self.other.parabola(seeds)))
-        found = [math.exp(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real < 100]
-        return sorted(size for size in found if low <= size <= high)
+        difference = np.subtract(self.one.parabola(seeds), self.other.parabola(seeds))  # (3,)
+        crossings = []
+        for root in np.roots(difference):
+            if abs(root.imag) < 1e-9 and root.real < MAX_LOG_SIZE:
+                size = math.exp(root.real)
+                if low <= size <= high:
+                    crossings.append(size)
+        return sorted(crossings)
 
     def relative_crossing(self, seeds: Sequence[int]) -> float:
-        """The logarithm of the size where the parabolas meet, relative to the other's optimum; not a number where they
-        do not meet exactly once."""
+        """Compute the logarithm of the size where the parabolas meet, relative to the optimum of `other`.
+
+        It is not a number if they do not meet exactly once.
+        """
         crossings = self.crossings(seeds)
-        return math.log(crossings[0] / self.other.optimum(seeds).parameters) if len(crossings) == 1 else math.nan
+        if len(crossings) != 1:
+            return math.nan
+        return math.log(crossings[0] / self.other.optimum(seeds).parameters)
 
     def loss_at_smallest(self, seeds: Sequence[int]) -> float:
-        """The parabola's loss relative to the other's, at the smallest size that both have."""
-        return self._relative_loss_at(self._common_sizes()[0], seeds)
+        """Compare the parabolas at the smallest size that both curves have."""
+        smallest, _ = self._common_sizes()
+        return self._relative_loss_at(smallest, seeds)
 
     def loss_at_largest(self, seeds: Sequence[int]) -> float:
-        return self._relative_loss_at(self._common_sizes()[1], seeds)
+        """Compare the parabolas at the largest size that both curves have."""
+        _, largest = self._common_sizes()
+        return self._relative_loss_at(largest, seeds)
 
     def _relative_loss_at(self, size: float, seeds: Sequence[int]) -> float:
-        one, other = (np.polyval(curve.parabola(seeds), math.log(size)) for curve in (self.one, self.other))
+        one = np.polyval(self.one.parabola(seeds), math.log(size))
+        other = np.polyval(self.other.parabola(seeds), math.log(size))
         return float(one / other) - 1
 
     def _common_sizes(self) -> tuple[float, float]:
-        sizes = [[point.parameters for point in curve.points] for curve in (self.one, self.other)]
-        return max(map(min, sizes)), min(map(max, sizes))
+        smallest = max(min(self.one.sizes), min(self.other.sizes))
+        largest = min(max(self.one.sizes), max(self.other.sizes))
+        return smallest, largest
 
 
 def parabola(sizes: Sequence[float], losses: Sequence[float]) -> list[float]:
-    """Coefficients of the loss in the logarithm of the size, the square first."""
+    """Fit the loss by a parabola in the logarithm of the size: its coefficients, the square first."""
     return [float(value) for value in np.polyfit(np.log(sizes), losses, 2)]
 
 
 def lowest(sizes: Sequence[float], losses: Sequence[float]) -> Optimum:
-    """The lowest point of the parabola through these.
+    """Find the lowest point of the parabola through these points.
 
     >>> round(lowest([1, 10, 100], [2.0, 1.0, 2.0]).parameters, 6)
     10.0

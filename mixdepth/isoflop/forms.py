@@ -1,7 +1,7 @@
-"""What the files of a study look like, and the one function that compares a file with that.
+"""The forms of a study's files, and `check`, which compares the content of a file with its form.
 
 A form describes a value of a JSON file. `check` refuses the first value that differs from its form, in one sentence
-that names the file, the field, the value and the way out. Whoever reads a checked file need not look again.
+that names the file, the field, the value and the way out. Code that reads a checked file does not check it again.
 """
 
 import json
@@ -14,11 +14,11 @@ from mixdepth.config import is_number
 from mixdepth.isoflop.variants import parse_variant
 
 LARGEST = 1e30
-"""No study has more of anything; what is larger is damage, and would overflow in the fit."""
+"""The largest number in a study. A larger one is damage, and would overflow in the fit."""
 LARGEST_COUNT = 10**18
-"""The same for counts that NumPy takes as whole numbers."""
+"""The largest count, for those that NumPy takes as whole numbers."""
 LARGEST_EFFECT = 700
-"""The same for differences, which may be logarithms: the exponential of a larger one overflows."""
+"""The largest difference. Differences may be logarithms, and the exponential of a larger one overflows."""
 NUM_SHOWN = 60
 """How many characters of a wrong value an error shows."""
 
@@ -28,7 +28,7 @@ class Value:
     """A text, a number, true or false."""
 
     words: str
-    """What it must be, as an error says it."""
+    """What the value must be, in the words of an error."""
     holds: Callable[[object], bool]
 
 
@@ -54,7 +54,7 @@ class Object:
 
 @dataclass(frozen=True, kw_only=True)
 class BySeed:
-    """An object whose names are seeds."""
+    """An object whose names are seeds, written as texts."""
 
     values: "Form"
 
@@ -70,7 +70,7 @@ Form = Value | ListOf | Object | BySeed | OrNull
 
 
 def check(value: object, form: Form, path: Path, way_out: str, place: str = "") -> None:
-    """Refuse a value of a file that differs from its form. `place` is where it stands in the file."""
+    """Refuse a value of a file that differs from its form. `place` says where the value stands in the file."""
     match form:
         case Value():
             if not form.holds(value):
@@ -92,7 +92,7 @@ def check(value: object, form: Form, path: Path, way_out: str, place: str = "") 
 
 
 def damaged(path: Path, problem: str, way_out: str) -> ValueError:
-    """The error about a file that is not as it was written."""
+    """Make the error about a file whose content is not what was written."""
     return ValueError(f"{str(path)!r} is damaged ({problem}): {way_out}")
 
 
@@ -133,11 +133,19 @@ def _error(value: object, words: str, path: Path, way_out: str, place: str) -> V
 
 
 def _is_within(low: float, high: float) -> Callable[[object], bool]:
-    return lambda value: is_number(value) and low <= value <= high  # type: ignore[operator]
+    def is_within(value: object) -> bool:
+        return is_number(value) and low <= value <= high  # type: ignore[operator]
+
+    return is_within
 
 
 def _is_whole(low: int, high: int) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    def is_whole(value: object) -> bool:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return False
+        return low <= value <= high
+
+    return is_whole
 
 
 def _is_one_of(*words: str) -> Value:
@@ -149,7 +157,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _is_loss(value: object) -> bool:
-    """A run that diverged has a loss that is not a number, or an infinite one."""
+    """Return whether this can be a loss. That of a run that diverged is not a number, or infinite."""
     has_diverged = isinstance(value, float) and (math.isnan(value) or value == math.inf)
     return has_diverged or _is_positive(value)
 
@@ -199,7 +207,7 @@ SETTINGS = Object(
     },
     optional={"corpus": TEXT, "tokenizer": TEXT, "report_to": ListOf(items=TEXT)},
 )
-"""What the settings of a cell hold at least; an older version may not have known the others."""
+"""The settings that every cell has. An older version may not have had the others."""
 CELL = Object(
     fields={
         "name": CELL_NAME,
@@ -250,54 +258,80 @@ RESULT = Object(
 """result.json. A dense model has no loss with look-ahead, and an older version wrote no capacities."""
 SEALED = Object(fields={"loss": POSITIVE, "lookahead_loss": POSITIVE}, optional={"capacities": CAPACITIES})
 """test.json."""
-FAILURE = Object(fields={"reason": TEXT})
-"""The file that says why a cell failed."""
+FAILURE = Object(fields={"kind": _is_one_of("diverged", "error"), "message": TEXT})
+"""failed.json."""
+OLD_FAILURE = Object(fields={"reason": TEXT})
+"""failed.json of version 0.1."""
 ABOUT = Object(fields={"settings": Object(fields={}), "corpus_digest": TEXT})
-"""run.json, as far as a study reads it."""
+"""The part of run.json that a study reads."""
 
 # fit.json and fit-test.json
 
-POINT = {"parameters": POSITIVE, "flops_per_token": POSITIVE, "loss": POSITIVE}
+SEEDS = ListOf(items=COUNT_OR_ZERO)
+NUMBER_OR_NULL = OrNull(form=NUMBER)
+POINT = Object(
+    fields={
+        "shape": TEXT,
+        "parameters": POSITIVE,
+        "flops_per_token": POSITIVE,
+        "losses": BySeed(values=POSITIVE),
+        "lookahead_losses": BySeed(values=POSITIVE),
+        "capacities": BySeed(values=OrNull(form=CAPACITIES)),
+        "loss": POSITIVE,
+    },
+    is_closed=True,
+)
+BEST = Object(
+    fields={
+        "shape": TEXT,
+        "parameters": POSITIVE,
+        "flops_per_token": POSITIVE,
+        "loss": POSITIVE,
+        "std": OrNull(form=NOT_NEGATIVE),
+        "lookahead_loss": POSITIVE,
+        "capacities": CAPACITIES,
+    },
+    is_closed=True,
+)
+OPTIMUM = Object(
+    fields={
+        "parameters": POSITIVE,
+        "loss": NUMBER,
+        "is_bracketed": TRUTH,
+        "parameters_interval": INTERVAL,
+        "loss_interval": INTERVAL,
+        "parameters_bootstrap": INTERVAL,
+        "loss_bootstrap": INTERVAL,
+    },
+    is_closed=True,
+)
 CURVE = Object(
     fields={
         "budget": POSITIVE,
         "variant": VARIANT,
-        "seeds": ListOf(items=COUNT_OR_ZERO),
-        "points": ListOf(items=Object(fields={**POINT, "losses": BySeed(values=POSITIVE)}), min_length=1),
-        "best": Object(
-            fields={
-                **POINT,
-                "shape": TEXT,
-                "std": OrNull(form=NOT_NEGATIVE),
-                "lookahead_loss": POSITIVE,
-                "capacities": CAPACITIES,
-            }
-        ),
-        "optimum": Object(
-            fields={
-                "parameters": POSITIVE,
-                "loss": NUMBER,
-                "is_bracketed": TRUTH,
-                "parameters_interval": INTERVAL,
-                "loss_interval": INTERVAL,
-            }
-        ),
+        "seeds": SEEDS,
+        "points": ListOf(items=POINT, min_length=1),
+        "best": BEST,
+        "optimum": OPTIMUM,
         "parabola": OrNull(form=ListOf(items=NUMBER, min_length=3, max_length=3)),
-    }
+    },
+    is_closed=True,
 )
 CURVES = Object(fields={"curves": ListOf(items=CURVE, min_length=1)})
-"""What a picture takes of either file."""
+"""The part of either file that a picture shows."""
 COMPARISON = Object(
     fields={
         "budget": POSITIVE,
         "variant": TEXT,
         "against": TEXT,
-        "loss": OrNull(form=NUMBER),
+        "seeds": SEEDS,
+        "loss": NUMBER_OR_NULL,
         "t_interval": INTERVAL,
         "bootstrap_interval": INTERVAL,
         "pooled_interval": INTERVAL,
+        "noise": OrNull(form=NOT_NEGATIVE),
         "p_of_seeds": OrNull(form=SHARE),
-        "best_sizes": OrNull(form=NUMBER),
+        "best_sizes": NUMBER_OR_NULL,
         "is_bracketed": TRUTH,
         "optimum_ratio": OrNull(form=POSITIVE),
         "optimum_ratio_interval": INTERVAL,
@@ -305,19 +339,24 @@ COMPARISON = Object(
         "crossing_ratio": OrNull(form=POSITIVE),
         "crossing_ratio_interval": INTERVAL,
         "is_lower_above": OrNull(form=TRUTH),
-    }
+    },
+    is_closed=True,
 )
-TEST = Object(
+CLAIM = Object(
     fields={
-        "claim": TEXT,
-        "kind": KIND,
+        **HYPOTHESIS.fields,
+        "by_seed": BySeed(values=EFFECT),
         "estimate": OrNull(form=EFFECT),
         "interval": INTERVAL_OF_EFFECT,
         "p": OrNull(form=SHARE),
         "p_corrected": OrNull(form=SHARE),
+        "notes": ListOf(items=TEXT),
+        "obstacle": OrNull(form=TEXT),
         "verdict": TEXT,
-    }
+    },
+    is_closed=True,
 )
+LEFT_OUT = Object(fields={"cell": TEXT, "reason": TEXT}, is_closed=True)
 FIT = Object(
     fields={
         "split": TEXT,
@@ -325,8 +364,8 @@ FIT = Object(
         "planned": COUNT_OR_ZERO,
         "curves": ListOf(items=CURVE),
         "comparisons": ListOf(items=COMPARISON),
-        "tests": ListOf(items=TEST),
-        "left_out": ListOf(items=Object(fields={"cell": TEXT, "reason": TEXT})),
+        "tests": ListOf(items=CLAIM),
+        "left_out": ListOf(items=LEFT_OUT),
     }
 )
-"""What the tables of a fit take of either file."""
+"""The whole of either file."""

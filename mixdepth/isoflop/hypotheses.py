@@ -1,100 +1,179 @@
-"""What a study can show, written down before it is run."""
+"""The claims that a study can test, written down before it is run."""
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from mixdepth.config import LOOKS_AHEAD, DepthConfig
+from mixdepth import schemes
 from mixdepth.isoflop.curves import MIN_SIZES
-from mixdepth.isoflop.study import OF_CURVES, Cell, Hypothesis, Study
+from mixdepth.isoflop.study import KINDS_OF_CURVES, Cell, Hypothesis, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
 from mixdepth.text import short
 
-FEWEST_SEEDS = 2
-"""That tell how far a seed is off; a claim of fewer could never be tested."""
+MIN_SEEDS = 2
+"""The number of seeds that a claim needs. With fewer there is no estimate of the error, and no test."""
 EQUAL = 0.003
-"""What we call equal, as a share of the loss."""
+"""The difference that counts as equal, as a share of the loss."""
 
 
-class Claim(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Claim:
     """A hypothesis that can be made at any budget."""
 
     kind: str
     variant: str
     against: str
-    margin: float
+    margin: float = 0.0
     is_primary: bool
     words: str
 
 
 def hypotheses(study: Study, asked: Sequence[str], goal: float) -> list[Hypothesis]:
-    """Those that are written down, and what further the study's cells can test, now that the variants `asked` for were
-    planned. `goal` is the gain over the dense model that is aimed at.
+    """List the hypotheses of a study: those that are written down, and those that its new cells make possible.
 
-    A claim is tested on seeds of which nothing is known yet, neither of its variant nor of the other. Where there are
-    no two of these it is an afterthought, and exploratory; where there are no two at all it waits for a later plan.
+    `asked` are the variants that were planned just now. `goal` is the intended gain over the dense model, as a share
+    of the loss. A claim is tested on seeds of which nothing is known yet for either of its variants. If there are fewer
+    than two of these, the claim is exploratory. If the variants share fewer than two seeds, it waits for a later plan.
     """
-    found = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
+    by_name = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
     for budget in dict.fromkeys(cell.budget for cell in study.cells):
         cells: dict[str, list[Cell]] = {}
         for cell in study.cells:
             if cell.budget == budget:
                 cells.setdefault(cell.variant, []).append(cell)
-        for kind, variant, against, margin, is_primary, words in _claims(list(cells), asked, goal):
-            both = (cells[variant], cells[against])
-            if kind in OF_CURVES and min(len({cell.shape for cell in some}) for some in both) < MIN_SIZES:
-                continue  # no curve, and no optimum
-            seeds = set.intersection(*({cell.seed for cell in some} for some in both))
-            if len(seeds) < FEWEST_SEEDS:
-                continue
-            known = {cell.name: cell.seed for some in both for cell in some if study.is_finished(cell)}
-            fresh = seeds - set(known.values())
-            fresh = fresh if len(fresh) >= FEWEST_SEEDS else set()
-            before = 0 if fresh else sum(seed in seeds for seed in known.values())
-            family = "primary" if is_primary and fresh else "exploratory"
-            name = f"{short(budget)}: {variant} {kind} {against}"
-            about = (name, words, kind, budget, variant, against, margin, family)
-            found.setdefault(name, Hypothesis(*about, before, sorted(fresh or seeds)))
-    return list(found.values())
+        for claim in _claims(list(cells), asked, goal):
+            hypothesis = _hypothesis(study, claim, budget, cells[claim.variant], cells[claim.against])
+            if hypothesis is not None:
+                by_name.setdefault(hypothesis.name, hypothesis)
+    return list(by_name.values())
+
+
+def _hypothesis(
+    study: Study, claim: Claim, budget: float, cells: list[Cell], cells_against: list[Cell]
+) -> Hypothesis | None:
+    """Make a claim at a budget; None if the cells of its two variants cannot test it."""
+    # 1. Claims about optima need a curve on both sides, and every claim needs two seeds.
+    num_sizes = min(len({cell.shape for cell in cells}), len({cell.shape for cell in cells_against}))
+    if claim.kind in KINDS_OF_CURVES and num_sizes < MIN_SIZES:
+        return None
+    seeds = {cell.seed for cell in cells} & {cell.seed for cell in cells_against}
+    if len(seeds) < MIN_SEEDS:
+        return None
+
+    # 2. A seed is fresh if no cell of either variant has finished with it.
+    finished = {cell.name: cell.seed for cell in [*cells, *cells_against] if study.is_finished(cell)}
+    fresh = seeds - set(finished.values())
+    is_prediction = len(fresh) >= MIN_SEEDS
+
+    # 3. A claim that has no fresh seeds is an afterthought, and says after how many runs it was made.
+    num_finished = sum(seed in seeds for seed in finished.values())
+    return Hypothesis(
+        name=f"{short(budget)}: {claim.variant} {claim.kind} {claim.against}",
+        claim=claim.words,
+        kind=claim.kind,
+        budget=budget,
+        variant=claim.variant,
+        against=claim.against,
+        margin=claim.margin,
+        family="primary" if claim.is_primary and is_prediction else "exploratory",
+        finished_before=0 if is_prediction else num_finished,
+        seeds=sorted(fresh if is_prediction else seeds),
+    )
 
 
 def _claims(names: Sequence[str], asked: Sequence[str], goal: float) -> Iterator[Claim]:
-    """Primary are those about the first learned variant that was asked for against the first dense one, learned against
-    random routing, and fewer routed layers against more."""
-    dense = [variant.name for variant in map(parse_variant, names) if variant.depth is None][:1]
-    routed = [variant for variant in map(parse_variant, names) if variant.depth is not None]
-    learned = [variant for variant in routed if variant.depth is not None and variant.depth.scheme != "random"]
-    first = next((variant.name for variant in learned if variant.name in asked), None)
+    """List the claims about these variants.
+
+    Primary are those about the first learned variant that was asked for against the first dense one, those about
+    learned against random routing, and those about fewer routed layers against more.
+    """
+    dense: list[Variant] = []
+    routed: list[Variant] = []
+    for variant in map(parse_variant, names):
+        if variant.depth is None:
+            dense.append(variant)
+        else:
+            routed.append(variant)
+    learned = [variant for variant in routed if not _is_random(variant)]
+    learned_and_asked = [variant.name for variant in learned if variant.name in asked]
     for variant in learned:
-        mine, is_first = variant.name, variant.name == first
-        for baseline in dense:
-            words = f"the best {mine} has another loss than the best {baseline} model; goal: {goal:.1%} below"
-            yield Claim("differs", mine, baseline, goal, is_first, words)
-            words = f"the best {mine} has more parameters than the best {baseline} model"
-            yield Claim("larger", mine, baseline, 0.0, is_first, words)
-            words = f"the curves of {mine} and {baseline} cross: at equal size it is worse if small, better if large"
-            yield Claim("crosses", mine, baseline, 0.0, is_first, words)
-        if variant.depth is not None and variant.depth.scheme in LOOKS_AHEAD:
-            words = f"causal routing costs {mine} less than {EQUAL:.1%} of its loss, or gains less"
-            yield Claim("equivalent", mine, mine, EQUAL, is_first, words)
+        is_first = variant.name in learned_and_asked[:1]
+        if dense:
+            yield from _claims_against_dense(variant.name, dense[0].name, goal, is_first)
+        if variant.depth is not None and schemes.looks_ahead(variant.depth.scheme):
+            yield Claim(
+                kind="equivalent",
+                variant=variant.name,
+                against=variant.name,
+                margin=EQUAL,
+                is_primary=is_first,
+                words=f"causal routing costs {variant.name} less than {EQUAL:.1%} of its loss, or gains less",
+            )
     for one, other in itertools.permutations(routed, 2):
-        setting = _differing(one, other)
-        if setting == "scheme" and other.depth is not None and other.depth.scheme == "random":
+        is_later = routed.index(one) > routed.index(other)
+        yield from _claims_among_routed(one, other, is_later)
+
+
+def _claims_against_dense(name: str, dense: str, goal: float, is_primary: bool) -> Iterator[Claim]:
+    yield Claim(
+        kind="differs",
+        variant=name,
+        against=dense,
+        margin=goal,
+        is_primary=is_primary,
+        words=f"the best {name} has another loss than the best {dense} model; goal: {goal:.1%} below",
+    )
+    yield Claim(
+        kind="larger",
+        variant=name,
+        against=dense,
+        is_primary=is_primary,
+        words=f"the best {name} has more parameters than the best {dense} model",
+    )
+    yield Claim(
+        kind="crosses",
+        variant=name,
+        against=dense,
+        is_primary=is_primary,
+        words=f"the curves of {name} and {dense} cross: at equal size it is worse if small, better if large",
+    )
+
+
+def _claims_among_routed(one: Variant, other: Variant, is_later: bool) -> Iterator[Claim]:
+    """List the claims about two routed variants that differ in one setting. Only the later of two differs from it."""
+    setting = _differing_setting(one, other)
+    if setting is None:
+        return
+    if setting == "scheme":
+        if _is_random(other):
             words = f"learned routing ({one.name}) has a lower loss than random routing ({other.name})"
-            yield Claim("less", one.name, other.name, 0.0, True, words)
-        elif setting == "every" and one.every > other.every:
+            yield Claim(kind="less", variant=one.name, against=other.name, is_primary=True, words=words)
+    elif setting == "every":
+        if one.every > other.every:
             words = f"routing every {one.every} layers ({one.name}) has a lower loss than every {other.every}"
-            yield Claim("less", one.name, other.name, 0.0, True, words)
-        elif setting not in (None, "scheme", "every") and routed.index(one) > routed.index(other):
-            yield Claim("differs", one.name, other.name, 0.0, False, f"{one.name} has another loss than {other.name}")
+            yield Claim(kind="less", variant=one.name, against=other.name, is_primary=True, words=words)
+    elif is_later:
+        words = f"{one.name} has another loss than {other.name}"
+        yield Claim(kind="differs", variant=one.name, against=other.name, is_primary=False, words=words)
 
 
-def _differing(one: Variant, other: Variant) -> str | None:
-    """The one setting of the routing in which two variants differ; None if there is not exactly one."""
-    if one.depth is None or other.depth is None or (one.training, one.aspect) != (other.training, other.aspect):
+def _is_random(variant: Variant) -> bool:
+    return variant.depth is not None and not schemes.is_learned(variant.depth.scheme)
+
+
+def _differing_setting(one: Variant, other: Variant) -> str | None:
+    """Name the one routing setting in which two variants differ; None if there is not exactly one."""
+    if one.depth is None or other.depth is None:
         return None
-    names = [f.name for f in fields(DepthConfig) if getattr(one.depth, f.name) != getattr(other.depth, f.name)]
-    if set(names) == {"scheme", "causal"}:  # random routing needs no causal rule
+    if (one.training, one.aspect) != (other.training, other.aspect):
+        return None
+    differing = []
+    others = other.depth.to_flat()
+    for name, value in one.depth.to_flat().items():
+        if value != others[name]:
+            differing.append(name)
+    if set(differing) == {"scheme", "causal"}:  # random routing needs no causal rule
         return "scheme"
-    return names[0] if len(names) == 1 else None
+    if len(differing) != 1:
+        return None
+    return differing[0]

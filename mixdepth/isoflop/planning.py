@@ -2,47 +2,59 @@
 
 A ladder's rungs are FLOPs of a forward pass, half an octave apart, around a centre that grows with the root of the
 budget. A variant's layers follow from its width per layer (`aspect`) at the centre: a routed model has twice the layers
-of the dense model of its FLOPs, not more width. Along a ladder the width alone changes.
+of the dense model of its FLOPs, not more width. Along a ladder only the width changes.
 """
 
 import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 
+from mixdepth import schemes
 from mixdepth.config import check_integer, is_number
 from mixdepth.data.corpus import Corpus
 from mixdepth.data.sources import absolute, absolute_tokenizer
 from mixdepth.files import writing
-from mixdepth.hf.model import RoutedCausalLM
+from mixdepth.isoflop.cell_times import seconds_per_step, steps_of_evaluation
 from mixdepth.isoflop.hypotheses import hypotheses
-from mixdepth.isoflop.ladder import ladder, shapes_near
+from mixdepth.isoflop.ladder import Shape, ladder, shapes_near
 from mixdepth.isoflop.study import FITS, STUDY, Cell, Study
 from mixdepth.isoflop.variants import Variant, parse_variant
-from mixdepth.machine import one_thread
 from mixdepth.models.flops import count_flops
 from mixdepth.models.fresh import make_model
 from mixdepth.models.shape import default_heads
-from mixdepth.modes import update_routers
 from mixdepth.runs.run import corpus_of
 from mixdepth.runs.settings import MAY_DIFFER, NOT_COMMON, STUDY_DEFAULTS, TrainConfig
-from mixdepth.text import columns, short
+from mixdepth.text import short
 from mixdepth.training import schedule
 from mixdepth.training.job import check_windows
 from mixdepth.training.schedule import default_learning_rate
 
 CENTRE = 5.5e5
-"""FLOPs of a forward pass, for each token, of the best models at 1e13 training FLOPs: LOG.md, section 5."""
+"""The FLOPs of a forward pass per token of the best models at 1e13 training FLOPs: experiments/05-study-settings."""
 CENTRE_BUDGET = 1e13
-LINES = 200
-"""Lines of metrics.jsonl that a cell writes, unless told otherwise."""
+NUM_LINES = 200
+"""How many lines of metrics.jsonl a cell writes, unless `log_every` is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of a call of `plan`, checked."""
+
+    budgets: list[float]
+    variants: list[Variant]
+    seeds: list[int]
+    sizes: int
+    centre: float | None
+    common: TrainConfig
+    """The settings that all cells share."""
+    has_log_every: bool
+    """Whether `log_every` was given."""
 
 
 def plan(
@@ -57,21 +69,22 @@ def plan(
     tell: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Study:
-    """Write a study's plan to the folder `out`, or add to the one that is there.
+    """Write a study's plan to the folder `out`, or add to the plan that is there.
 
-    `budgets` are training FLOPs, `variants` as in `parse_variant`; seeds are a number or a list. A ladder has `sizes`
-    rungs around `centre`, in FLOPs of a forward pass for each token (by default a rule for text in bytes). `goal` is
-    the gain over dense models that is aimed at, as a share of the loss. The other settings are those of `TrainConfig`,
-    the same for all cells. Cells that are there already stay as they are.
+    `budgets` are training FLOPs, and `variants` are written as for `parse_variant`. `seeds` is a number or a list. A
+    ladder has `sizes` rungs around `centre`, in FLOPs of a forward pass per token; the default is a rule for text in
+    bytes. `goal` is the intended gain over dense models, as a share of the loss. The other settings are those of
+    `TrainConfig`, and all cells share them. Cells that are planned already stay as they are.
     """
-    known = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMMON]
-    wrong = [name for name in settings if name not in known]
+    # 1. Check the arguments, and read the text.
+    shared_names = [field.name for field in fields(TrainConfig) if field.name not in NOT_COMMON]
+    wrong = [name for name in settings if name not in shared_names]
     if wrong:
-        raise ValueError(f"a study's runs have no common setting {wrong[0]!r}; there are {', '.join(known)}")
-    parsed = _parsed(budgets, variants, sizes, centre)
+        raise ValueError(f"a study's runs have no common setting {wrong[0]!r}; there are {', '.join(shared_names)}")
+    parsed = _parse(budgets, variants, sizes, centre)
     if not is_number(goal) or not 0 <= goal < 1:
         raise ValueError(f"goal must be a share of the loss in [0, 1), not {goal!r}")
-    seeds = _seeds(seeds)
+    seeds = _list_seeds(seeds)
     common = TrainConfig.from_dict({"steps": 1, "depth": None, **STUDY_DEFAULTS, **settings})
     common = replace(common, corpus=absolute(common.corpus), tokenizer=absolute_tokenizer(common.tokenizer))
     corpus = corpus_of(common)
@@ -79,30 +92,56 @@ def plan(
     folder = Path(out)
     if (folder / FITS["test"]).exists():
         raise ValueError(f"the test text of the study in {str(out)!r} has been opened: choose another --out")
-    new = []
-    for budget, variant in itertools.product(dict.fromkeys(map(float, budgets)), parsed):
-        middle = centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
-        new += _cells(budget, variant, ladder(sizes), middle, seeds, common, corpus, "log_every" in settings)
+
+    # 2. Make the cells.
+    request = _Request(
+        budgets=list(dict.fromkeys(map(float, budgets))),
+        variants=parsed,
+        seeds=seeds,
+        sizes=sizes,
+        centre=centre,
+        common=common,
+        has_log_every="log_every" in settings,
+    )
+    cells = _cells(request, corpus)
+
+    # 3. Add them to the plan that is there, with the hypotheses that they can test.
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        old = Study.read(folder) if (folder / STUDY).exists() else Study(folder, corpus.digest, [], [], [])
+        old = _read_or_new(folder, corpus)
         if old.corpus_digest != corpus.digest:
             raise ValueError(
                 f"the study in {str(out)!r} is on another text than {common.corpus!r}: choose another --out"
             )
         _check_common(old, common)
-        added = _timed(_added(old.cells, new), corpus, tell)
-        asked = {"budgets": list(budgets), "variants": list(variants), "seeds": seeds, "sizes": sizes, "goal": goal}
-        asked |= {"centre": centre, "finished_before": sum(map(old.is_finished, old.cells)), **settings}
-        study = old._replace(plans=[*old.plans, asked], cells=[*old.cells, *added])
-        study = study._replace(hypotheses=hypotheses(study, [variant.name for variant in parsed], goal))
+        added = _timed(_added(old.cells, cells), corpus, tell)
+        arguments = {
+            "budgets": list(budgets),
+            "variants": list(variants),
+            "seeds": seeds,
+            "sizes": sizes,
+            "goal": goal,
+            "centre": centre,
+            "finished_before": sum(map(old.is_finished, old.cells)),
+            **settings,
+        }
+        study = replace(old, plans=[*old.plans, arguments], cells=[*old.cells, *added])
+        names = [variant.name for variant in parsed]
+        study = replace(study, hypotheses=hypotheses(study, names, goal))
         with writing(folder):
             study.write()
     return study
 
 
-def _parsed(budgets: Sequence[float], variants: Sequence[str], sizes: int, centre: float | None) -> list[Variant]:
+def _read_or_new(folder: Path, corpus: Corpus) -> Study:
+    if (folder / STUDY).exists():
+        return Study.read(folder)
+    return Study(folder=folder, corpus_digest=corpus.digest, plans=[], cells=[], hypotheses=[])
+
+
+def _parse(budgets: Sequence[float], variants: Sequence[str], sizes: int, centre: float | None) -> list[Variant]:
+    """Check budgets, sizes and centre, and read the variants; one that is named twice is planned once."""
     for budget in budgets:
         if not is_number(budget) or not 0 < budget < math.inf:
             raise ValueError(f"a budget must be a positive number of FLOPs, not {budget!r}")
@@ -111,11 +150,14 @@ def _parsed(budgets: Sequence[float], variants: Sequence[str], sizes: int, centr
     check_integer("sizes", sizes, minimum=1)
     if centre is not None and (not is_number(centre) or not 0 < centre < math.inf):
         raise ValueError(f"centre must be a positive number of FLOPs, not {centre!r}")
-    parsed = {variant.name: variant for variant in (parse_variant(text.strip()) for text in variants)}
-    return list(parsed.values())
+    by_name: dict[str, Variant] = {}
+    for text in variants:
+        variant = parse_variant(text.strip())
+        by_name[variant.name] = variant
+    return list(by_name.values())
 
 
-def _seeds(seeds: int | Sequence[int]) -> list[int]:
+def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
     if isinstance(seeds, str) or not isinstance(seeds, Sequence):
         check_integer("seeds", seeds, minimum=1)
         return list(range(seeds))
@@ -127,6 +169,7 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def _check_text(corpus: Corpus, common: TrainConfig) -> None:
+    """Refuse a text whose held-out parts are shorter than a window."""
     check_windows(corpus, common)
     if not len(corpus.test.windows(common.context)):
         raise ValueError(
@@ -136,9 +179,10 @@ def _check_text(corpus: Corpus, common: TrainConfig) -> None:
 
 
 def _check_common(old: Study, common: TrainConfig) -> None:
-    """Losses compare only between cells that share text, context and schedule."""
+    """Refuse settings that differ from those of earlier cells: losses compare only on the same text and schedule."""
     for cell in old.cells:
-        may_differ = (*NOT_COMMON, *MAY_DIFFER, *parse_variant(cell.variant).training, "learning_rate", "log_every")
+        own_settings = parse_variant(cell.variant).training
+        may_differ = {*NOT_COMMON, *MAY_DIFFER, *own_settings, "learning_rate", "log_every"}
         for name, value in common.to_dict().items():
             if name not in may_differ and cell.settings.get(name, value) != value:
                 raise ValueError(
@@ -147,47 +191,74 @@ def _check_common(old: Study, common: TrainConfig) -> None:
                 )
 
 
-def _cells(
-    budget: float,
-    variant: Variant,
-    rungs: Sequence[float],
-    middle: float,
-    seeds: Sequence[int],
-    common: TrainConfig,
-    corpus: Corpus,
-    keeps_lines: bool,
-) -> list[Cell]:
-    vocab_size = len(corpus.tokenizer)
+def _cells(request: _Request, corpus: Corpus) -> list[Cell]:
+    """Make the cells of all budgets, variants, sizes and seeds."""
+    rungs = ladder(request.sizes)
     cells = []
-    shapes = shapes_near([middle * rung for rung in rungs], middle, variant, common, vocab_size)
-    for (layers, width), rung in zip(shapes, rungs, strict=True):
-        config = _config(common, variant, budget, layers, width)
-        with torch.device("meta"):
-            model = make_model(config, vocab_size)
-        course = schedule.plan(model, config)
-        if not keeps_lines:
-            config = replace(config, log_every=max(1, course.steps // LINES))
-        flops_per_token = count_flops(model, config.context).total / config.context
-        epochs = course.steps * config.batch_size / len(corpus.train.windows(config.context))
-        cost = (model.num_parameters(), flops_per_token, course.steps, course.flops, epochs, 0.0)
-        for seed in seeds:
-            depth = config.depth
-            if depth is not None and depth.scheme == "random":
-                depth = replace(depth, seed=seed)  # of its noise
-            about = replace(config, seed=seed, depth=depth).to_dict()
-            name = f"{short(budget)}/{variant.name.replace(':', ',')}/{layers}x{width}/seed{seed}"
-            cells.append(Cell(name, budget, variant.name, seed, rung, about, *cost))
+    for budget, variant in itertools.product(request.budgets, request.variants):
+        centre = request.centre or CENTRE * math.sqrt(budget / CENTRE_BUDGET)
+        goals = [centre * rung for rung in rungs]
+        shapes = shapes_near(goals, centre, variant, request.common, len(corpus.tokenizer))
+        for shape, rung in zip(shapes, rungs, strict=True):
+            cells += _cells_of_shape(request, corpus, budget, variant, shape, rung)
     return cells
 
 
-def _config(common: TrainConfig, variant: Variant, budget: float, layers: int, width: int) -> TrainConfig:
-    settings = {**common.to_dict(), **variant.training, "steps": None, "flops": budget, "depth": variant.depth}
-    config = TrainConfig.from_dict(settings | {"layers": layers, "width": width, "heads": default_heads(width)})
+def _cells_of_shape(
+    request: _Request, corpus: Corpus, budget: float, variant: Variant, shape: Shape, rung: float
+) -> list[Cell]:
+    """Make the cells of one size, one for each seed. Their expected time is not known yet."""
+    layers, width = shape
+    config = _config(request.common, variant, budget, shape)
+    with torch.device("meta"):
+        model = make_model(config, len(corpus.tokenizer))
+    course = schedule.plan(model, config)
+    if not request.has_log_every:
+        config = replace(config, log_every=max(1, course.steps // NUM_LINES))
+    num_windows = len(corpus.train.windows(config.context))
+    cells = []
+    for seed in request.seeds:
+        cell = Cell(
+            name=f"{short(budget)}/{variant.name.replace(':', ',')}/{layers}x{width}/seed{seed}",
+            budget=budget,
+            variant=variant.name,
+            seed=seed,
+            rung=rung,
+            settings=_with_seed(config, seed).to_dict(),
+            parameters=model.num_parameters(),
+            flops_per_token=count_flops(model, config.context).total / config.context,
+            steps=course.steps,
+            flops=course.flops,
+            epochs=course.steps * config.batch_size / num_windows,
+            seconds=0.0,
+        )
+        cells.append(cell)
+    return cells
+
+
+def _config(common: TrainConfig, variant: Variant, budget: float, shape: Shape) -> TrainConfig:
+    """Complete the common settings by those of the variant, the budget and the shape."""
+    layers, width = shape
+    settings = common.to_dict() | variant.training
+    settings |= {"steps": None, "flops": budget, "depth": variant.depth}
+    settings |= {"layers": layers, "width": width, "heads": default_heads(width)}
+    config = TrainConfig.from_dict(settings)
     return replace(config, learning_rate=config.learning_rate or default_learning_rate(config))
 
 
+def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
+    """Give a run its seed. The noise of random routing has the same one: it is a part of chance."""
+    depth = config.depth
+    if depth is not None and schemes.uses_noise(depth.scheme):
+        depth = replace(depth, seed=seed)
+    return replace(config, seed=seed, depth=depth)
+
+
 def _added(old: list[Cell], new: list[Cell]) -> list[Cell]:
-    """Those that are not there yet. A curve has one depth, and a point on it one of all settings but the seed."""
+    """List the new cells that are not planned yet.
+
+    A curve has one number of layers, and the cells of one size share all settings but the seed.
+    """
     layers = {(cell.budget, cell.variant): cell.settings["layers"] for cell in old}
     points = {(cell.budget, cell.variant, cell.shape): cell for cell in old}
     for cell in new:
@@ -197,88 +268,35 @@ def _added(old: list[Cell], new: list[Cell]) -> list[Cell]:
                 f"the curve of {cell.variant!r} at {short(cell.budget)} is planned with {before} layers, not "
                 f"{cell.settings['layers']}: choose another --centre or --out"
             )
-        planned = _of_a_point(points.get((cell.budget, cell.variant, cell.shape), cell))
-        for name, value in _of_a_point(cell).items():
-            if planned.get(name, value) != value:  # an older version may not know it
+        planned = _settings_of_point(points.get((cell.budget, cell.variant, cell.shape), cell))
+        for name, value in _settings_of_point(cell).items():
+            if planned.get(name, value) != value:  # an older version may not have had the setting
                 raise ValueError(
                     f"{cell.variant!r} of {cell.shape} at {short(cell.budget)} is planned already with "
                     f"{name}={planned[name]!r}, not {value!r}: choose another --out"
                 )
-    known = {cell.name for cell in old}
-    return [cell for cell in new if cell.name not in known]
+    old_names = {cell.name for cell in old}
+    return [cell for cell in new if cell.name not in old_names]
 
 
-def _of_a_point(cell: Cell) -> dict[str, Any]:
-    """The settings that its losses depend on, but for chance."""
-    settings = {name: value for name, value in cell.settings.items() if name not in (*MAY_DIFFER, "seed", "log_every")}
-    return settings if settings["depth"] is None else {**settings, "depth": {**settings["depth"], "seed": None}}
+def _settings_of_point(cell: Cell) -> dict[str, Any]:
+    """Select the settings on which the losses of a cell depend, apart from chance."""
+    ignored = {*MAY_DIFFER, "seed", "log_every"}
+    settings = {name: value for name, value in cell.settings.items() if name not in ignored}
+    if settings["depth"] is not None:
+        settings["depth"] = {**settings["depth"], "seed": None}
+    return settings
 
 
 def _timed(cells: list[Cell], corpus: Corpus, tell: Callable[[str], None]) -> list[Cell]:
-    """With the seconds that each is expected to take."""
-    times: dict[tuple[str, str], float] = {}
+    """Give each cell the seconds that it is expected to take. A shape is measured once."""
+    seconds: dict[tuple[str, str], float] = {}
+    timed_cells = []
     for cell in cells:
         key = (cell.variant, cell.shape)
-        if key not in times:
+        if key not in seconds:
             tell(f"timing {cell.variant} {cell.shape}")
-            times[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
-    return [
-        cell._replace(seconds=(cell.steps + steps_of_evaluation(cell, corpus)) * times[cell.variant, cell.shape])
-        for cell in cells
-    ]
-
-
-def seconds_per_step(config: TrainConfig, vocab_size: int, repeats: int = 5) -> float:
-    """Of a training step on one core, or on the accelerator, without compilation: the median of a few."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model = make_model(config, vocab_size).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ids = torch.randint(vocab_size, (config.batch_size, config.context), device=device)
-    times = []
-    with one_thread():
-        for _ in range(repeats + 2):
-            start = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(model, RoutedCausalLM):
-                update_routers(model)
-            loss.item()  # waits for the device
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def steps_of_evaluation(cell: Cell, corpus: Corpus) -> float:
-    """What its end costs, in training steps: passes over both held-out texts, of routed models with look-ahead too."""
-    context = cell.settings["context"]
-    sides = [side.windows(context).spread(cell.settings["eval_windows"]) for side in (corpus.validation, corpus.test)]
-    passes = sum(map(len, sides)) * (1 if cell.settings["depth"] is None else 2)
-    batch_size: int = cell.settings["batch_size"]
-    return passes / (3 * batch_size)  # a step is three passes of its batch
-
-
-def table(study: Study, workers: int) -> str:
-    """The plan as a table, one line for each variant and size."""
-    rows = [["budget", "variant", "layers x width", "parameters", "FLOPs/token", "rate", "steps", "epochs"]]
-    rows[0] += ["seeds", "minutes"]
-    groups: dict[tuple[float, str, str], list[Cell]] = {}
-    for cell in study.cells:
-        groups.setdefault((cell.budget, cell.variant, cell.shape), []).append(cell)
-    for (budget, variant, _), cells in groups.items():
-        cell = cells[0]
-        layers, width, rate = (cell.settings[name] for name in ("layers", "width", "learning_rate"))
-        row = [short(budget), variant, f"{layers} x {width}", f"{cell.parameters:,}", f"{cell.flops_per_token:,.0f}"]
-        row += [f"{rate:.2g}", f"{cell.steps:,}", f"{cell.epochs:.2f}", f"{len(cells)}", f"{cell.seconds / 60:.1f}"]
-        rows.append(row)
-    repeated = sorted({cell.variant for cell in study.cells if cell.epochs > 1})
-    done = sum(study.is_finished(cell) for cell in study.cells)
-    left = sum(cell.seconds for cell in study.cells if not study.is_finished(cell))
-    lines = [
-        columns(rows, left=(1,)),
-        f"{len(study.cells)} runs of {sum(cell.flops for cell in study.cells):.3g} FLOPs in all, {done} finished; "
-        f"about {left / 3600 / workers:.1f} hours for the rest with {workers} side by side, one core each",
-    ]
-    if repeated:
-        lines.append(f"note: {', '.join(repeated)} read some text more than once (epochs above 1)")
-    return "\n".join(lines)
+            seconds[key] = seconds_per_step(TrainConfig.from_dict(cell.settings), len(corpus.tokenizer))
+        num_steps = cell.steps + steps_of_evaluation(cell, corpus)
+        timed_cells.append(replace(cell, seconds=num_steps * seconds[key]))
+    return timed_cells

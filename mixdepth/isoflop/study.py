@@ -1,56 +1,67 @@
-"""A study's folder: which runs it takes, what they are to show, and how far it got.
+"""A study's folder: which runs the study takes, what they are to show, and how far each of them got.
 
 ```
 study.json                  the plan: the cells, each with all settings of its run, and the hypotheses
-cells/1e13/mod/4x64/
-  seed0/                    a cell's run, see `mixdepth.run`
-  seed0/test.json           its losses on the test text, which nobody looks at before all cells are done
-  seed0.log                 what its process said
-  seed0.failed.json         why the last attempt failed
-fit.json, fit-test.json     what came out
+cells.jsonl                 the results of all cells that are settled, see `mixdepth.isoflop.records`
+cells/1e13/mod/4x64/        the folders of running cells; they are not needed once a cell is in cells.jsonl
+  seed0/                    the run of a cell, see `mixdepth.runs.run`
+  seed0/test.json           its losses on the test text, which nothing reads before all cells are finished
+  seed0.log                 the output of its process
+  seed0.failed.json         the kind of the last failure, and a message
+fit.json, fit-test.json     the results of the study
 ```
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock
 
 from mixdepth.config import DepthConfig
 from mixdepth.files import check_name, read_json, write_json
 from mixdepth.isoflop import forms
-from mixdepth.runs.run import RESULT, SETTINGS, Run
-from mixdepth.runs.settings import TrainConfig
-from mixdepth.training.trainer import DIVERGED
+from mixdepth.isoflop.records import RECORDS, RESTORE_LINE, CellRecord, check_names, read_records, write_records
+from mixdepth.runs.layout import RESULT, SETTINGS
+from mixdepth.runs.run import Run
+from mixdepth.runs.settings import MAY_DIFFER, TrainConfig
 
 STUDY, CELLS, TEST = "study.json", "cells", "test.json"
 FAILED, LOG = "failed.json", "log"
 FITS = {"validation": "fit.json", "test": "fit-test.json"}
 FORMAT = 2
-OF_CURVES = ("larger", "crosses")
-"""Kinds of claims that need a curve over sizes on both sides."""
-NOT_A_NUMBER = "it diverged: its loss is not a number"
+KINDS_OF_CURVES = ("larger", "crosses")
+"""The kinds of claims that need a curve over sizes on both sides."""
+
+DIVERGED, ERROR = "diverged", "error"
+"""The kinds of failures. A run that diverged would diverge again, so it is not repeated; an error may be gone."""
+OLD_SENTENCE_OF_DIVERGENCE = "the run has diverged"
+"""Version 0.1 wrote a sentence without a kind; this was part of it."""
 
 
-class Cell(NamedTuple):
-    """One run of a study, and what it costs."""
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a study, and its costs."""
 
     name: str
     budget: float
     variant: str
     seed: int
     rung: float
-    """Its place on the ladder: the FLOPs of a forward pass that were asked for, relative to the ladder's centre."""
+    """The place of the cell on its ladder: the planned FLOPs of a forward pass, relative to the ladder's centre."""
     settings: dict[str, Any]
-    """Of `mixdepth.TrainConfig`."""
+    """The run's settings, as `mixdepth.TrainConfig` writes them."""
     parameters: int
     flops_per_token: float
-    """Of a forward pass."""
+    """The FLOPs of a forward pass."""
     steps: int
     flops: int
-    """Training FLOPs, at most the budget."""
+    """The training FLOPs. They are at most the budget."""
     epochs: float
     seconds: float
-    """Expected, on one core."""
+    """The expected time on one core."""
 
     @property
     def shape(self) -> str:
@@ -58,16 +69,25 @@ class Cell(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a finished cell came to on a held-out text."""
+    """The losses of a finished cell on a held-out text."""
 
     causal: float
     lookahead: float
-    """With the routing of training; of a dense model the same."""
+    """The loss with the routing of training. A dense model has the same loss as above."""
     capacities: list[float] | None
-    """What share of the tokens each routed layer chose by its causal rule; None where an older version did not say."""
+    """The share of the tokens that each routed layer chose by its causal rule; None where an old version wrote none."""
 
 
-class Hypothesis(NamedTuple):
+class Failure(NamedTuple):
+    """The reason for which a cell has no result, or for which its result does not count."""
+
+    kind: str
+    """`diverged` or `error`."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
     """A claim that is written down before the runs that test it."""
 
     name: str
@@ -79,29 +99,51 @@ class Hypothesis(NamedTuple):
     variant: str
     against: str
     margin: float
-    """What is counted as equal, or as the goal, as a share of the loss; 0 where nothing is."""
+    """The difference that counts as equal, or the goal, as a share of the loss; 0 where there is neither."""
     family: str
-    """`primary` hypotheses are corrected for their number, `exploratory` ones are not, and are no evidence alone."""
+    """The p values of `primary` hypotheses are corrected for their number. Those of `exploratory` ones are not, and
+    they are no evidence by themselves."""
     finished_before: int
-    """Cells of its variants and seeds that were finished when it was written down: 0 is a prediction."""
+    """How many cells of its variants and seeds were finished when it was written down: 0 is a prediction."""
     seeds: list[int]
-    """What it is tested on: seeds that were planned when it was written down, and none that came later; if possible
-    those of which nothing was known."""
+    """The seeds on which it is tested: they were planned when it was written down. If possible, nothing was known of
+    them."""
 
 
-class Study(NamedTuple):
-    """What study.json says."""
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One part of what a cell came to, and where it was read."""
+
+    content: Any
+    path: Path
+    way_out: str
+    place: str = ""
+
+    def check(self, form: forms.Form) -> None:
+        forms.check(self.content, form, self.path, self.way_out, self.place)
+
+    def name_of(self, name: str) -> str:
+        """Name a field of this part, for an error."""
+        return f"{self.place}.{name}" if self.place else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """The plan of a study, and the results of its cells."""
 
     folder: Path
     corpus_digest: str
     plans: list[dict[str, Any]]
-    """What each call of `plan` was asked for."""
+    """The arguments of each call of `plan`."""
     cells: list[Cell]
     hypotheses: list[Hypothesis]
+    records: Mapping[str, CellRecord] = field(default_factory=dict)
+    """What cells.jsonl said when the study was read. The folders have the results of the other cells."""
 
     @classmethod
     def read(cls, folder: str | Path) -> "Study":
-        path = Path(folder) / STUDY
+        folder = Path(folder)
+        path = folder / STUDY
         check_name(path)
         if not path.is_file():
             raise ValueError(f"{str(folder)!r} is not a study: it has no {STUDY}; make one with mixdepth isoflop plan")
@@ -115,98 +157,29 @@ class Study(NamedTuple):
             )
         forms.check(content, forms.STUDY, path, way_out)
         cells = [Cell(**cell) for cell in content["cells"]]
-        hypotheses = [Hypothesis(**hypothesis) for hypothesis in content["hypotheses"]]
         _check_cells(cells, path, way_out)
-        return cls(Path(folder), content["corpus_digest"], content["plans"], cells, hypotheses)
+        records = read_records(folder)
+        check_names(records, {cell.name for cell in cells}, folder)
+        return cls(
+            folder=folder,
+            corpus_digest=content["corpus_digest"],
+            plans=content["plans"],
+            cells=cells,
+            hypotheses=[Hypothesis(**hypothesis) for hypothesis in content["hypotheses"]],
+            records=records,
+        )
 
     def write(self) -> None:
+        """Write the plan, study.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content: dict[str, Any] = {"format": FORMAT, "corpus_digest": self.corpus_digest, "plans": self.plans}
-        content["hypotheses"] = [hypothesis._asdict() for hypothesis in self.hypotheses]
-        content["cells"] = [cell._asdict() for cell in self.cells]
+        content = {
+            "format": FORMAT,
+            "corpus_digest": self.corpus_digest,
+            "plans": self.plans,
+            "hypotheses": [asdict(hypothesis) for hypothesis in self.hypotheses],
+            "cells": [asdict(cell) for cell in self.cells],
+        }
         write_json(self.folder / STUDY, content)
-
-    def run_of(self, cell: Cell) -> Run:
-        return Run(self.folder / CELLS / cell.name)
-
-    def has_result(self, cell: Cell) -> bool:
-        return (self.run_of(cell).folder / RESULT).exists()
-
-    def is_finished(self, cell: Cell) -> bool:
-        """Whether it has a result, and that is its own; it may be that it diverged."""
-        return self.has_result(cell) and self.failure(cell) in (None, NOT_A_NUMBER)
-
-    def is_settled(self, cell: Cell) -> bool:
-        """Whether it is finished, or has diverged, as it would again."""
-        return self.is_finished(cell) or DIVERGED in (self.failure(cell) or "")
-
-    def losses(self, cell: Cell) -> Losses:
-        """What a cell with a result came to on the validation text. Losses of a run that diverged are not finite."""
-        path = self.run_of(cell).folder / RESULT
-        way_out = self._way_out(cell)
-        result = read_json(path, ("validation_loss",), way_out)
-        forms.check(result, forms.RESULT, path, way_out)
-        causal = result["validation_loss"]
-        lookahead = result.get("validation_lookahead_loss", causal)
-        losses = Losses(causal, lookahead, result.get("validation_capacities"))
-        _check_capacities(cell, losses, path, "validation_capacities", way_out)
-        return losses
-
-    def sealed_losses(self, cell: Cell) -> Losses:
-        """What its test.json says that it came to on the test text."""
-        path = self.run_of(cell).folder / TEST
-        way_out = self._way_out(cell)
-        sealed = read_json(path, way_out=way_out)
-        forms.check(sealed, forms.SEALED, path, way_out)
-        losses = Losses(sealed["loss"], sealed["lookahead_loss"], sealed.get("capacities"))
-        _check_capacities(cell, losses, path, "capacities", way_out)
-        return losses
-
-    def failure(self, cell: Cell) -> str | None:
-        """Why a cell that has no result failed last, or why its result does not count."""
-        run = self.run_of(cell)
-        try:
-            if not self.has_result(cell):
-                return self._reason(cell)
-            losses = self.losses(cell)
-            self._check_about(cell)
-        except ValueError as error:  # one of its files is damaged
-            return str(error)
-        if not run.is_of(TrainConfig.from_dict(cell.settings)):
-            return "its folder holds a run of other settings"
-        if run.about["corpus_digest"] != self.corpus_digest:
-            return "it was trained on another text than the study's"
-        has_numbers = math.isfinite(losses.causal) and math.isfinite(losses.lookahead)
-        return None if has_numbers else NOT_A_NUMBER
-
-    def _check_about(self, cell: Cell) -> None:
-        """Refuse a damaged run.json."""
-        run = self.run_of(cell)
-        path = run.folder / SETTINGS
-        forms.check(run.about, forms.ABOUT, path, self._way_out(cell))
-        try:
-            run.settings  # noqa: B018 - reading them is the check
-        except (TypeError, ValueError) as error:
-            raise forms.damaged(path, f"settings: {error}", self._way_out(cell)) from error
-
-    def _way_out(self, cell: Cell) -> str:
-        """What to do about a damaged file of a run."""
-        return f"restore it, or delete the folder {str(self.run_of(cell).folder)!r} and run the study again"
-
-    def _reason(self, cell: Cell) -> str | None:
-        """Why the last attempt failed, if one did."""
-        path = self.beside(cell, FAILED)
-        if not path.exists():
-            return None
-        way_out = "delete it, and run the study again"
-        failed = read_json(path, ("reason",), way_out)
-        forms.check(failed, forms.FAILURE, path, way_out)
-        return str(failed["reason"])
-
-    def beside(self, cell: Cell, ending: str) -> Path:
-        """A file of the study's about a cell, beside the run's own folder."""
-        folder = self.run_of(cell).folder
-        return folder.with_name(f"{folder.name}.{ending}")
 
     def find(self, name: str) -> Cell:
         for cell in self.cells:
@@ -214,9 +187,208 @@ class Study(NamedTuple):
                 return cell
         raise ValueError(f"the study {str(self.folder)!r} has no cell {name!r}; its names are in {STUDY}")
 
+    def run_of(self, cell: Cell) -> Run:
+        return Run(self.folder / CELLS / cell.name)
+
+    def next_to(self, cell: Cell, ending: str) -> Path:
+        """Name a file of the study about a cell. It lies next to the folder of the cell's run."""
+        folder = self.run_of(cell).folder
+        return folder.with_name(f"{folder.name}.{ending}")
+
+    # How far a cell got
+
+    def has_result(self, cell: Cell) -> bool:
+        if cell.name in self.records and self.records[cell.name].result is not None:
+            return True
+        return (self.run_of(cell).folder / RESULT).exists()
+
+    def is_finished(self, cell: Cell) -> bool:
+        """Return whether a cell has a result that is its own. A loss that is not a number is a result too."""
+        if not self.has_result(cell):
+            return False
+        failure = self.failure(cell)
+        return failure is None or failure.kind == DIVERGED
+
+    def is_settled(self, cell: Cell) -> bool:
+        """Return whether a cell needs no further run: it is finished, or it diverged and would diverge again."""
+        failure = self.failure(cell)
+        if failure is None:
+            return self.has_result(cell)
+        return failure.kind == DIVERGED
+
+    def failure(self, cell: Cell) -> Failure | None:
+        """Say why a cell failed last, or why its result does not count; None if it counts, or the cell has not run."""
+        try:
+            if not self.has_result(cell):
+                return self._last_failure(cell)
+            losses = self.losses(cell)
+            run = self._checked_run(cell)
+        except ValueError as error:  # one of its files is damaged
+            return Failure(ERROR, str(error))
+        if not _is_same_run(run["settings"], cell.settings):
+            return Failure(ERROR, "its result is that of a run with other settings")
+        if run["corpus_digest"] != self.corpus_digest:
+            return Failure(ERROR, "it was trained on another text than the study's")
+        if not math.isfinite(losses.causal) or not math.isfinite(losses.lookahead):
+            return Failure(DIVERGED, "it diverged: its loss is not a number")
+        return None
+
+    def check_result(self, cell: Cell) -> None:
+        """Refuse a damaged result, and a line of cells.jsonl that is about another run.
+
+        A folder that holds another run is refused by `train`.
+        """
+        if self.has_result(cell):
+            self.losses(cell)
+        if cell.name in self.records:
+            failure = self.failure(cell)
+            if failure is not None and failure.kind == ERROR:
+                raise ValueError(f"{str(self.folder / RECORDS)!r}, cell {cell.name!r}: {failure.message}")
+
+    def losses(self, cell: Cell) -> Losses:
+        """Read the losses of a cell on the validation text. They are not finite if the run diverged."""
+        part = self._part(cell, "result", RESULT)
+        part.check(forms.RESULT)
+        result = part.content
+        causal = result["validation_loss"]
+        lookahead = result.get("validation_lookahead_loss", causal)
+        losses = Losses(causal, lookahead, result.get("validation_capacities"))
+        _check_capacities(cell, losses, part, "validation_capacities")
+        return losses
+
+    def sealed_losses(self, cell: Cell) -> Losses:
+        """Read the losses of a cell on the test text.
+
+        A damaged record does not hide a test.json in the folder: the folder may have been evaluated again.
+        """
+        part = self._part(cell, "test", TEST)
+        try:
+            return _sealed_losses(cell, part)
+        except ValueError:
+            in_folder = self.run_of(cell).folder / TEST
+            if part.path == in_folder or not in_folder.exists():
+                raise
+            return _sealed_losses(cell, self._file(cell, TEST))
+
+    # Where the parts of a cell's record are read
+
+    def _part(self, cell: Cell, name: str, file: str) -> _Part:
+        """Read a part from cells.jsonl, or from the folder if cells.jsonl does not have it."""
+        content = None
+        if cell.name in self.records:
+            content = getattr(self.records[cell.name], name)
+        if content is None:
+            return self._file(cell, file)
+        return _Part(
+            content=content, path=self.folder / RECORDS, way_out=RESTORE_LINE, place=f"{name} of cell {cell.name!r}"
+        )
+
+    def _file(self, cell: Cell, file: str) -> _Part:
+        folder = self.run_of(cell).folder
+        way_out = f"restore it, or delete the folder {str(folder)!r} and run the study again"
+        return _Part(content=read_json(folder / file, way_out=way_out), path=folder / file, way_out=way_out)
+
+    def _checked_run(self, cell: Cell) -> dict[str, Any]:
+        """Read run.json, with its settings as a `TrainConfig`."""
+        part = self._part(cell, "run", SETTINGS)
+        part.check(forms.ABOUT)
+        try:
+            settings = TrainConfig.from_dict(part.content["settings"])
+        except (TypeError, ValueError) as error:
+            raise forms.damaged(part.path, f"{part.name_of('settings')}: {error}", part.way_out) from error
+        return {**part.content, "settings": settings}
+
+    def _last_failure(self, cell: Cell) -> Failure | None:
+        """Read the failure of the last attempt, if there was one. The folder has newer ones than cells.jsonl."""
+        path = self.next_to(cell, FAILED)
+        if path.exists():
+            way_out = "delete it, and run the study again"
+            part = _Part(content=read_json(path, way_out=way_out), path=path, way_out=way_out)
+        elif cell.name in self.records:
+            part = self._part(cell, "failed", FAILED)
+        else:
+            return None
+        return _read_failure(part)
+
+    # cells.jsonl
+
+    def gather(self) -> "Study":
+        """Copy the results of settled cells from their folders to cells.jsonl, and return the study with these records.
+
+        Other processes may gather at the same time, so the file is read again under a lock.
+        """
+        with FileLock(self.folder / ".cells.lock"):
+            before = read_records(self.folder)
+            study = replace(self, records=before)
+            records: dict[str, CellRecord] = {}
+            for cell in self.cells:
+                record = study._newest_record(cell)
+                if record is not None:
+                    records[cell.name] = record
+            # A cell that another process planned in the meantime keeps its line.
+            added_meanwhile = {name: record for name, record in before.items() if name not in records}
+            records |= added_meanwhile
+            if records != before:
+                write_records(self.folder, records.values())
+        return replace(self, records=records)
+
+    def _newest_record(self, cell: Cell) -> CellRecord | None:
+        """Complete the record of a cell by the files of its folder; None while the cell is not settled."""
+        record = self.records.get(cell.name)
+        folder = self.run_of(cell).folder
+        if record is not None and record.result is not None:
+            if record.test is None:
+                return replace(record, test=_content(folder / TEST))
+            return record
+        if not self.is_settled(cell):
+            return record
+        if self.has_result(cell):
+            return CellRecord(
+                name=cell.name,
+                run=_content(folder / SETTINGS),
+                result=_content(folder / RESULT),
+                test=_content(folder / TEST),
+            )
+        failure = self._last_failure(cell)
+        assert failure is not None
+        return CellRecord(name=cell.name, failed=failure._asdict())
+
+
+def _content(path: Path) -> Any:
+    """Read a JSON file; None if it is missing or damaged."""
+    try:
+        return read_json(path)
+    except ValueError:
+        return None
+
+
+def _read_failure(part: _Part) -> Failure:
+    """Read a failure. Version 0.1 wrote a sentence under the name `reason`."""
+    if isinstance(part.content, dict) and "reason" in part.content:
+        part.check(forms.OLD_FAILURE)
+        reason = part.content["reason"]
+        kind = DIVERGED if OLD_SENTENCE_OF_DIVERGENCE in reason else ERROR
+        return Failure(kind, reason)
+    part.check(forms.FAILURE)
+    return Failure(part.content["kind"], part.content["message"])
+
+
+def _sealed_losses(cell: Cell, part: _Part) -> Losses:
+    part.check(forms.SEALED)
+    sealed = part.content
+    losses = Losses(sealed["loss"], sealed["lookahead_loss"], sealed.get("capacities"))
+    _check_capacities(cell, losses, part, "capacities")
+    return losses
+
+
+def _is_same_run(ran: TrainConfig, planned: dict[str, Any]) -> bool:
+    """Return whether a run had the settings of its cell, apart from those that may differ."""
+    ignored = dict.fromkeys(MAY_DIFFER)
+    return ran.to_dict() | ignored == TrainConfig.from_dict(planned).to_dict() | ignored
+
 
 def _check_cells(cells: list[Cell], path: Path, way_out: str) -> None:
-    """Refuse settings that are no run's, and cells that contradict themselves or each other."""
+    """Refuse settings that no run can have, and cells that contradict themselves or each other."""
     names = set()
     for index, cell in enumerate(cells):
         place = f"cells[{index}]"
@@ -235,16 +407,16 @@ def _check_cells(cells: list[Cell], path: Path, way_out: str) -> None:
             raise forms.damaged(path, problem, way_out)
 
 
-def _check_capacities(cell: Cell, losses: Losses, path: Path, name: str, way_out: str) -> None:
-    """Refuse a number of capacities that is not that of the routed layers."""
+def _check_capacities(cell: Cell, losses: Losses, part: _Part, name: str) -> None:
+    """Refuse a number of capacities that differs from the number of routed layers."""
     num_routed = _num_routed(cell)
     if losses.capacities is not None and len(losses.capacities) != num_routed:
-        problem = f"{name} has length {len(losses.capacities)}, but {num_routed} layers are routed"
-        raise forms.damaged(path, problem, way_out)
+        problem = f"{part.name_of(name)} has length {len(losses.capacities)}, but {num_routed} layers are routed"
+        raise forms.damaged(part.path, problem, part.way_out)
 
 
 def _num_routed(cell: Cell) -> int:
-    """How many layers of its model are routed."""
+    """Count the routed layers of the cell's model."""
     if cell.settings["depth"] is None:
         return 0
     return len(DepthConfig.from_dict(cell.settings["depth"]).routed_layers(cell.settings["layers"]))

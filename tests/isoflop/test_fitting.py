@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import xml.dom.minidom
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from made_up import SIZES, claim, write_study
 from mixdepth import isoflop
 from mixdepth.isoflop import Study
 from mixdepth.isoflop.curves import lowest
+from mixdepth.isoflop.results import LeftOut
 
 
 def test_the_lowest_point_of_a_parabola():
@@ -31,37 +33,37 @@ def test_a_fit_finds_what_was_put_in(tmp_path):
     hypotheses = [claim("differs", margin=0.015), claim("larger"), claim("less"), claim("equivalent", against="mod")]
     found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
     dense, mod = found.curves
-    assert dense["optimum"]["parameters"] == pytest.approx(2e5)
-    assert mod["optimum"]["parameters"] == pytest.approx(4e5)
-    assert dense["optimum"]["loss"] == pytest.approx(1.41)  # the mean over seeds
+    assert dense.optimum.parameters == pytest.approx(2e5)
+    assert mod.optimum.parameters == pytest.approx(4e5)
+    assert dense.optimum.loss == pytest.approx(1.41)  # the mean over seeds
     half = 4.30265 * 0.01 / math.sqrt(3)  # of t with two degrees of freedom
-    assert dense["optimum"]["loss_interval"] == pytest.approx([1.41 - half, 1.41 + half])
-    assert dense["optimum"]["loss_bootstrap"] == pytest.approx([1.40, 1.42])
-    assert dense["best"]["std"] == pytest.approx(0.01)
-    assert dense["best"]["capacities"] == []
-    assert mod["best"]["capacities"] == pytest.approx([0.13, 0.25, 0.25])
+    assert dense.optimum.loss_interval == pytest.approx([1.41 - half, 1.41 + half])
+    assert dense.optimum.loss_bootstrap == pytest.approx([1.40, 1.42])
+    assert dense.best.std == pytest.approx(0.01)
+    assert dense.best.capacities == []
+    assert mod.best.capacities == pytest.approx([0.13, 0.25, 0.25])
     assert "13.0% 25.0% 25.0%" in str(found)
     pair = found.comparisons[0]
-    assert pair["loss"] == pytest.approx(1.396 / 1.41 - 1)
-    assert pair["best_sizes"] == pytest.approx(1.396 / 1.41 - 1)  # the ladder has the optima themselves
-    assert pair["t_interval"][0] < pair["loss"] < pair["t_interval"][1] < 0
-    assert pair["optimum_ratio"] == pytest.approx(2)
+    assert pair.loss == pytest.approx(1.396 / 1.41 - 1)
+    assert pair.best_sizes == pytest.approx(1.396 / 1.41 - 1)  # the ladder has the optima themselves
+    assert pair.t_interval[0] < pair.loss < pair.t_interval[1] < 0
+    assert pair.optimum_ratio == pytest.approx(2)
     crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
-    assert pair["crossings"] == pytest.approx([crossing])
-    assert pair["crossing_ratio"] == pytest.approx(crossing / 2e5)
-    assert pair["crossing_ratio_interval"] == pytest.approx([crossing / 2e5, crossing / 2e5])
-    assert pair["is_lower_above"]
+    assert pair.crossings == pytest.approx([crossing])
+    assert pair.crossing_ratio == pytest.approx(crossing / 2e5)
+    assert pair.crossing_ratio_interval == pytest.approx([crossing / 2e5, crossing / 2e5])
+    assert pair.is_lower_above
     assert "x 1.28 [1.28, 1.28]; mod is lower above" in str(found)
-    assert pair["optimum_ratio_interval"] == pytest.approx([2, 2])
-    tests = {test["kind"]: test for test in found.tests}
-    assert tests["larger"]["estimate"] == pytest.approx(math.log(2))
-    assert tests["equivalent"]["estimate"] == pytest.approx(0.0011, rel=0.01)
-    assert tests["differs"]["verdict"] == "holds: lower"
-    assert tests["less"]["verdict"] == tests["equivalent"]["verdict"] == "holds"
-    assert tests["larger"]["verdict"] == "the seeds do not differ"
+    assert pair.optimum_ratio_interval == pytest.approx([2, 2])
+    tests = {test.kind: test for test in found.tests}
+    assert tests["larger"].estimate == pytest.approx(math.log(2))
+    assert tests["equivalent"].estimate == pytest.approx(0.0011, rel=0.01)
+    assert tests["differs"].verdict == "holds: lower"
+    assert tests["less"].verdict == tests["equivalent"].verdict == "holds"
+    assert tests["larger"].verdict == "the seeds do not differ"
     assert "[2.00, 2.00]" in str(found)  # the ratio of sizes
     written = json.loads((tmp_path / "study" / "fit.json").read_text())
-    assert written["curves"][0]["optimum"] == dense["optimum"]
+    assert written["curves"][0]["optimum"] == asdict(dense.optimum)
     assert "holds" in str(found)
 
 
@@ -71,28 +73,28 @@ def test_curves_cross_if_they_do_at_both_ends(tmp_path):
     above = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.42, 0.1)}
     found = isoflop.fit(write_study(tmp_path / "crossing", above, [claim("crosses")], noise=1e-3))
     (test,) = found.tests
-    assert test["verdict"] == "holds"
-    assert math.exp(test["estimate"]) == pytest.approx(found.comparisons[0]["crossing_ratio"])
-    assert test["interval"][0] < test["estimate"] < test["interval"][1]
+    assert test.verdict == "holds"
+    assert math.exp(test.estimate) == pytest.approx(found.comparisons[0].crossing_ratio)
+    assert test.interval[0] < test.estimate < test.interval[1]
     ends = {}
     for name in ("dense", "mod"):
-        (points,) = (curve["points"] for curve in found.curves if curve["variant"] == name)
-        logs = np.log([point["parameters"] for point in points])
+        (points,) = (curve.points for curve in found.curves if curve.variant == name)
+        logs = np.log([point.parameters for point in points])
         for seed in (0, 1, 2):
-            line = np.polyfit(logs, [point["losses"][seed] for point in points], 2)
+            line = np.polyfit(logs, [point.losses[seed] for point in points], 2)
             ends[name, seed] = np.polyval(line, logs[[0, -1]])
     small, large = np.transpose([ends["mod", seed] / ends["dense", seed] - 1 for seed in (0, 1, 2)])
     ps = [
         stats.ttest_1samp(small, 0, alternative="greater").pvalue,
         stats.ttest_1samp(large, 0, alternative="less").pvalue,
     ]
-    assert test["p"] == pytest.approx(max(ps), rel=0.1)
+    assert test.p == pytest.approx(max(ps), rel=0.1)
 
     below = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (2.2e5, 1.35, 0.1)}  # everywhere
     found = isoflop.fit(write_study(tmp_path / "below", below, [claim("crosses")], noise=1e-3))
-    assert (found.tests[0]["estimate"], found.tests[0]["interval"], found.tests[0]["by_seed"]) == (None, None, {})
-    assert found.tests[0]["verdict"] == "not shown"
-    assert found.comparisons[0]["crossing_ratio"] is None
+    assert (found.tests[0].estimate, found.tests[0].interval, found.tests[0].by_seed) == (None, None, {})
+    assert found.tests[0].verdict == "not shown"
+    assert found.comparisons[0].crossing_ratio is None
     assert "NaN" not in (tmp_path / "below" / "fit.json").read_text()
     assert "is lower above" not in str(found)
 
@@ -110,39 +112,39 @@ def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):
     ]
     found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses, noise=0.003))
     differs, less, equivalent, exploratory, unknown = found.tests
-    gaps = list(equivalent["by_seed"].values())
+    gaps = list(equivalent.by_seed.values())
     above = stats.ttest_1samp(gaps, -0.003, alternative="greater").pvalue
     below = stats.ttest_1samp(gaps, 0.003, alternative="less").pvalue
-    assert equivalent["p"] == pytest.approx(max(above, below))  # of a mean the jackknife is the t test
+    assert equivalent.p == pytest.approx(max(above, below))  # of a mean the jackknife is the t test
     for test, alternative in ((differs, "two-sided"), (less, "less")):  # of a ratio nearly
-        values = list(test["by_seed"].values())
-        assert test["p"] == pytest.approx(stats.ttest_1samp(values, 0, alternative=alternative).pvalue, rel=0.1)
-    primary = sorted([differs, less, equivalent], key=lambda test: test["p"])
-    raw = [test["p"] for test in primary]
+        values = list(test.by_seed.values())
+        assert test.p == pytest.approx(stats.ttest_1samp(values, 0, alternative=alternative).pvalue, rel=0.1)
+    primary = sorted([differs, less, equivalent], key=lambda test: test.p)
+    raw = [test.p for test in primary]
     expected = np.maximum.accumulate([4 * raw[0], 3 * raw[1], 2 * raw[2]]).clip(max=1)  # one more was planned
-    assert [test["p_corrected"] for test in primary] == pytest.approx(list(expected))
-    assert exploratory["p_corrected"] is None
-    assert exploratory["verdict"].endswith("(exploratory)")
-    assert unknown["verdict"] == "not run"
+    assert [test.p_corrected for test in primary] == pytest.approx(list(expected))
+    assert exploratory.p_corrected is None
+    assert exploratory.verdict.endswith("(exploratory)")
+    assert unknown.verdict == "not run"
 
 
 def test_a_difference_beyond_the_margin_is_not_equal(tmp_path):
     curves = {(1e13, "mod"): (3e5, 1.4, 0.1)}
     found = isoflop.fit(write_study(tmp_path / "study", curves, [claim("equivalent", against="mod", margin=0.001)]))
-    assert found.tests[0]["verdict"] == "not shown"
+    assert found.tests[0].verdict == "not shown"
 
 
 def test_a_single_size_is_compared_at_its_own_flops(tmp_path):
     folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
     found = Study.read(folder)
     kept = [cell for cell in found.cells if cell.variant == "dense" or cell.shape == "4x16"]
-    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    replace(found, cells=kept, hypotheses=[claim("less")]).write()
     fitted = isoflop.fit(folder)
-    losses = {curve["variant"]: {p["shape"]: p["loss"] for p in curve["points"]} for curve in fitted.curves}
+    losses = {curve.variant: {p.shape: p.loss for p in curve.points} for curve in fitted.curves}
     expected = losses["mod"]["4x16"] / losses["dense"]["4x16"] - 1
-    assert fitted.comparisons[0]["loss"] == pytest.approx(expected)
-    assert fitted.tests[0]["estimate"] == pytest.approx(expected)
-    assert fitted.tests[0]["verdict"] == "holds; at equal FLOPs"
+    assert fitted.comparisons[0].loss == pytest.approx(expected)
+    assert fitted.tests[0].estimate == pytest.approx(expected)
+    assert fitted.tests[0].verdict == "holds; at equal FLOPs"
 
 
 def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
@@ -150,7 +152,7 @@ def test_a_difference_is_told_with_its_side_and_the_goal(tmp_path):
     for loss, verdict in ((1.45, "holds: higher"), (1.35, goal)):
         curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, loss, 0.1)}
         folder = write_study(tmp_path / str(loss), curves, [claim("differs", margin=0.015)], noise=1e-4)
-        assert isoflop.fit(folder).tests[0]["verdict"] == verdict
+        assert isoflop.fit(folder).tests[0].verdict == verdict
 
 
 def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
@@ -158,13 +160,13 @@ def test_an_optimum_outside_of_the_sizes_is_said(tmp_path):
     claims = [claim("differs"), claim("larger"), claim("equivalent", "dense")]
     fitted = isoflop.fit(write_study(tmp_path / "study", curves, claims, noise=1e-4))
     differs, larger, equivalent = fitted.tests
-    assert equivalent["verdict"] == "holds"  # at all sizes
-    assert differs["verdict"] == larger["verdict"] == "an optimum is not bracketed"
+    assert equivalent.verdict == "holds"  # at all sizes
+    assert differs.verdict == larger.verdict == "an optimum is not bracketed"
     (pair,) = fitted.comparisons
-    assert pair["optimum_ratio"] is None
-    dense, mod = (curve["best"]["loss"] for curve in fitted.curves)
-    assert pair["best_sizes"] == pytest.approx(mod / dense - 1)
-    assert (pair["loss"], pair["t_interval"]) == (None, None)  # no lowest point of one against a size of the other
+    assert pair.optimum_ratio is None
+    dense, mod = (curve.best.loss for curve in fitted.curves)
+    assert pair.best_sizes == pytest.approx(mod / dense - 1)
+    assert (pair.loss, pair.t_interval) == (None, None)  # no lowest point of one against a size of the other
     (line,) = (line for line in str(fitted).splitlines() if line.split()[1:3] == ["mod", "dense"])
     assert line.endswith("not bracketed")
 
@@ -175,16 +177,16 @@ def test_sizes_without_a_seed_in_common_are_left_out_and_not_the_seeds(tmp_path)
     for name in ("1x16/seed0", "1x16/seed1", "2x16/seed2"):
         (folder / "cells" / "10000000000000.0" / "dense" / name / "result.json").unlink()
     fitted = isoflop.fit(folder)
-    assert fitted.curves[0]["seeds"] == [0, 1]
-    assert [point["shape"] for point in fitted.curves[0]["points"]] == ["2x16", "3x16", "4x16"]
-    assert fitted.comparisons[0]["seeds"] == [0, 1]
-    left_out = {"/".join(entry["cell"].split("/")[-2:]): entry["reason"] for entry in fitted.left_out}
+    assert fitted.curves[0].seeds == [0, 1]
+    assert [point.shape for point in fitted.curves[0].points] == ["2x16", "3x16", "4x16"]
+    assert fitted.comparisons[0].seeds == [0, 1]
+    left_out = {"/".join(entry.cell.split("/")[-2:]): entry.reason for entry in fitted.left_out}
     assert left_out == {
         "1x16/seed2": "its size has too few seeds",
         "3x16/seed2": "other sizes lack its seed",
         "4x16/seed2": "other sizes lack its seed",
     }
-    assert fitted.tests[0]["verdict"].endswith("; interim, 3 of 4 sizes of dense; interim, 2 of 3 seeds")
+    assert fitted.tests[0].verdict.endswith("; interim, 3 of 4 sizes of dense; interim, 2 of 3 seeds")
     assert (fitted.finished, fitted.planned) == (21, 24)
     assert str(fitted).startswith("21 of 24 runs, 18 used")
 
@@ -193,8 +195,8 @@ def test_a_claim_is_tested_on_the_seeds_that_were_planned_with_it(tmp_path):
     curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
     folder = write_study(tmp_path / "study", curves, [claim("differs", seeds=[0, 1, 9])], noise=1e-4)
     test = isoflop.fit(folder).tests[0]
-    assert list(test["by_seed"]) == [0, 1]  # 2 was added later
-    assert test["verdict"].endswith("; interim, 2 of 3 seeds")
+    assert list(test.by_seed) == [0, 1]  # 2 was added later
+    assert test.verdict.endswith("; interim, 2 of 3 seeds")
 
 
 def test_a_ladder_is_not_compared_before_it_is_one(tmp_path):
@@ -203,25 +205,25 @@ def test_a_ladder_is_not_compared_before_it_is_one(tmp_path):
     for shape in ("1x16", "2x16"):
         shutil.rmtree(folder / "cells" / "10000000000000.0" / "mod" / shape)
     fitted = isoflop.fit(folder)
-    assert fitted.comparisons[0]["loss"] is None
-    assert fitted.tests[0]["verdict"] == "too few sizes are finished"
+    assert fitted.comparisons[0].loss is None
+    assert fitted.tests[0].verdict == "too few sizes are finished"
 
 
 def test_each_budget_is_corrected_by_itself(tmp_path):
     curves = {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
-    claims = [claim("differs"), claim("larger"), *(claim("less")._replace(budget=b, name=f"{b}") for b in (3e13, 1e14))]
+    claims = [claim("differs"), claim("larger"), *(replace(claim("less"), budget=b, name=f"{b}") for b in (3e13, 1e14))]
     found = isoflop.fit(write_study(tmp_path / "study", curves, claims, noise=1e-3)).tests
-    assert found[0]["p_corrected"] <= 2 * found[0]["p"]  # not 4
+    assert found[0].p_corrected <= 2 * found[0].p  # not 4
 
 
 def test_sizes_of_other_flops_are_not_compared(tmp_path):
     folder = write_study(tmp_path / "study", {(1e13, "dense"): (2e5, 1.4, 0.1), (1e13, "mod"): (2e5, 1.3, 0.1)})
     found = Study.read(folder)
     kept = [c for c in found.cells if c.shape == {"dense": "1x16", "mod": "4x16"}[c.variant]]
-    found._replace(cells=kept, hypotheses=[claim("less")]).write()
+    replace(found, cells=kept, hypotheses=[claim("less")]).write()
     fitted = isoflop.fit(folder)
-    assert fitted.comparisons[0]["loss"] is None
-    assert fitted.tests[0]["verdict"] == "they have no size in common"
+    assert fitted.comparisons[0].loss is None
+    assert fitted.tests[0].verdict == "they have no size in common"
 
 
 def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
@@ -229,9 +231,9 @@ def test_seeds_that_do_not_differ_test_nothing_and_spoil_nothing(tmp_path):
     hypotheses = [claim("differs"), claim("equivalent", against="mod")]
     fitted = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
     same, equivalent = fitted.tests
-    assert same["by_seed"] == {0: 0, 1: 0, 2: 0}
-    assert (same["p"], same["verdict"]) == (None, "the seeds do not differ")
-    assert equivalent["p_corrected"] == 2 * equivalent["p"]  # two were planned
+    assert same.by_seed == {0: 0, 1: 0, 2: 0}
+    assert (same.p, same.verdict) == (None, "the seeds do not differ")
+    assert equivalent.p_corrected == 2 * equivalent.p  # two were planned
     assert "NaN" not in (tmp_path / "study" / "fit.json").read_text()
 
 
@@ -242,8 +244,8 @@ def test_cells_of_before_capacities_were_written_still_count(tmp_path):
         del result["validation_capacities"]
         path.write_text(json.dumps(result))
     (mod,) = isoflop.fit(folder).curves
-    assert mod["seeds"] == [0, 1, 2]
-    assert mod["best"]["capacities"] == pytest.approx([0.135, 0.25])  # of those that say
+    assert mod.seeds == [0, 1, 2]
+    assert mod.best.capacities == pytest.approx([0.135, 0.25])  # of those that say
 
 
 def test_what_diverged_is_left_out_and_said(tmp_path):
@@ -251,9 +253,9 @@ def test_what_diverged_is_left_out_and_said(tmp_path):
     cell = Study.read(folder).cells[0]
     (folder / "cells" / cell.name / "result.json").write_text('{"validation_loss": NaN}')
     fitted = isoflop.fit(folder)
-    assert fitted.left_out[0] == {"cell": cell.name, "reason": "it diverged: its loss is not a number"}
-    assert [entry["reason"] for entry in fitted.left_out[1:]] == ["other sizes lack its seed"] * 3
-    assert fitted.curves[0]["seeds"] == [1, 2]
+    assert fitted.left_out[0] == LeftOut(cell=cell.name, reason="it diverged: its loss is not a number")
+    assert [entry.reason for entry in fitted.left_out[1:]] == ["other sizes lack its seed"] * 3
+    assert fitted.curves[0].seeds == [1, 2]
     assert f"left out: {cell.name}" in str(fitted)
 
 
@@ -270,8 +272,8 @@ def test_plots_are_drawn_from_the_fit(tmp_path):
     shutil.rmtree(folder / "cells")
     paths = isoflop.plot(folder)
     assert [path.name for path in paths] == ["variants.png", "variants.svg", "budgets.png", "budgets.svg"]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["study.json", "fit.json", *(p.name for p in paths)]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == sorted(
+        ["study.json", "cells.jsonl", "fit.json", *(p.name for p in paths)]
     )
     for path in paths:
         if path.suffix == ".png":

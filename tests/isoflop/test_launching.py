@@ -10,14 +10,17 @@ from threading import Event, Thread
 
 import psutil
 import pytest
-from corpora import call, plan, start
+from corpora import call, plan, start, without_records
 from filelock import FileLock
 
 from mixdepth import DepthConfig, TrainConfig, isoflop, train
 from mixdepth.isoflop import Study
 from mixdepth.isoflop import launching as runner
-from mixdepth.isoflop.launching import _local, _reason
+from mixdepth.isoflop.launching import LocalEngine, _reason
+from mixdepth.isoflop.results import LeftOut
+from mixdepth.runs.checkpoints import complete_checkpoints
 from mixdepth.runs.run import Run
+from mixdepth.training.job import train_on
 
 
 def processes_of(folder):
@@ -30,7 +33,7 @@ def once_begun(run, act):
     """Act when a run has its first checkpoint, whatever this thread does meanwhile."""
 
     def wait():
-        while not run.folder.is_dir() or not run.checkpoints():
+        while not run.folder.is_dir() or not complete_checkpoints(run.folder):
             time.sleep(0.05)
         act()
 
@@ -63,24 +66,24 @@ def test_a_failed_cell_says_why_and_the_others_go_on(study, tmp_path, corpus):
     assert ran.returncode == 2
     assert "2 of 4 runs are finished" in ran.stdout
     assert "1 of 4 cells failed; each says why" in ran.stderr.splitlines()[-1]  # the last would diverge again
-    assert "holds 'letter.txt' and no run.json" in found.failure(blocked)
-    assert "has diverged" in found.failure(diverged)
+    assert "holds 'letter.txt' and no run.json" in found.failure(blocked).message
+    assert found.failure(diverged).kind == "diverged"
     assert [found.failure(cell) for cell in finished] == [None, None]
-    assert [entry["cell"] for entry in isoflop.fit(folder).left_out] == [blocked.name, diverged.name]
+    assert [entry.cell for entry in isoflop.fit(folder).left_out] == [blocked.name, diverged.name]
     with pytest.raises(ValueError, match="1 cells are not finished: the test text is opened once"):
         isoflop.fit(folder, split="test")
     assert in_the_way.read_text() == "mine"
     in_the_way.unlink()
-    logs = [found.beside(cell, "log").stat().st_size for cell in found.cells]
+    logs = [found.next_to(cell, "log").stat().st_size for cell in found.cells]
     isoflop.run(folder)
     assert found.failure(blocked) is None
-    grown = [found.beside(cell, "log").stat().st_size > size for cell, size in zip(found.cells, logs, strict=True)]
+    grown = [found.next_to(cell, "log").stat().st_size > size for cell, size in zip(found.cells, logs, strict=True)]
     assert grown == [False, False, True, False]
-    assert [entry["cell"] for entry in isoflop.fit(folder, split="test").left_out] == [diverged.name]
+    assert [entry.cell for entry in isoflop.fit(folder, split="test").left_out] == [diverged.name]
 
 
 def test_folders_of_other_runs_and_damaged_files_are_said_and_the_other_cells_go_on(study, tmp_path, corpus):
-    folder = shutil.copytree(study, tmp_path / "study")
+    folder = without_records(study, tmp_path / "study")
     found = plan(folder, corpus, seeds=[0, 7])
     dense, mod, half, again = (folder / "cells" / cell.name for cell in found.cells)
     shutil.rmtree(mod)
@@ -88,40 +91,40 @@ def test_folders_of_other_runs_and_damaged_files_are_said_and_the_other_cells_go
     (dense / "result.json").write_text('{"validation_loss": 3.')
     half.mkdir()
     (half / "run.json").write_text("{}")
-    found.beside(found.cells[3], "failed.json").write_text("{}")
-    assert f"{again}.failed.json' is damaged (it has no 'reason')" in found.failure(found.cells[3])
+    found.next_to(found.cells[3], "failed.json").write_text("{}")
+    assert f"{again}.failed.json' is damaged (it has no 'kind')" in found.failure(found.cells[3]).message
     before = {path: path.read_bytes() for run in (dense, mod, half) for path in run.rglob("*.*") if path.is_file()}
     ran = call("isoflop", "run", str(folder), "--workers", "2")
     assert ran.returncode == 2
     assert "1 of 4 runs are finished" in ran.stdout
     assert "3 of 4 cells failed; each says why" in ran.stderr.splitlines()[-1]
-    written = [json.loads(found.beside(cell, "failed.json").read_text())["reason"] for cell in found.cells[:3]]
+    written = [json.loads(found.next_to(cell, "failed.json").read_text())["message"] for cell in found.cells[:3]]
     assert f"{dense}/result.json' is damaged" in written[0]
     assert f"{mod}' holds a run of a dense model" in written[1]
     assert f"{half}/run.json' is damaged" in written[2]
     assert {path: path.read_bytes() for path in before} == before
-    told = [written[0], "its folder holds a run of other settings", written[2]]
+    told = [written[0], "its result is that of a run with other settings", written[2]]
     names = [cell.name for cell in found.cells[:3]]
     assert isoflop.fit(folder).left_out == [
-        {"cell": name, "reason": reason} for name, reason in zip(names, told, strict=True)
+        LeftOut(cell=name, reason=reason) for name, reason in zip(names, told, strict=True)
     ]
 
 
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("result.json", "[]", "result.json' is damaged (it has no 'validation_loss')"),
+        ("result.json", "[]", "result.json' is damaged (it is [], not an object)"),
         ("result.json", "{}", "result.json' is damaged (it has no 'validation_loss')"),
         ("result.json", "", "result.json' is damaged (Expecting value"),
-        ("run.json", "[]", "run.json' is damaged (it has no 'settings')"),
+        ("run.json", "[]", "run.json' is damaged (it is [], not an object)"),
         ("run.json", None, "is not the folder of a run: it has no run.json"),
-        ("run.json", {"seed": 1}, "its folder holds a run of other settings"),
-        ("run.json", {"depth": DepthConfig().to_dict()}, "its folder holds a run of other settings"),
+        ("run.json", {"seed": 1}, "its result is that of a run with other settings"),
+        ("run.json", {"depth": DepthConfig().to_dict()}, "its result is that of a run with other settings"),
         ("run.json", {"layers": "two"}, "layers must be a whole number of at least 1, not 'two'"),
     ],
 )
 def test_a_result_counts_as_the_cell_s_own_alone(file, content, reason, study, tmp_path):
-    folder = shutil.copytree(study, tmp_path / "study")
+    folder = without_records(study, tmp_path / "study")
     found = Study.read(folder)
     path = folder / "cells" / found.cells[0].name / file
     about = json.loads(path.read_text())
@@ -130,23 +133,23 @@ def test_a_result_counts_as_the_cell_s_own_alone(file, content, reason, study, t
         path.write_text(json.dumps({**about, "settings": {**about["settings"], **content}}))
     elif content is not None:
         path.write_text(content)
-    assert reason in found.failure(found.cells[0])
+    assert reason in found.failure(found.cells[0]).message
     assert (found.is_finished(found.cells[0]), found.is_settled(found.cells[0])) == (False, False)
     assert (found.is_finished(found.cells[1]), found.failure(found.cells[1])) == (True, None)
     (left_out,) = isoflop.fit(folder).left_out
-    assert left_out["cell"] == found.cells[0].name
-    assert reason in left_out["reason"]
+    assert left_out.cell == found.cells[0].name
+    assert reason in left_out.reason
 
 
-def test_the_cells_of_our_own_study_count():
-    found = Study.read(Path(__file__).parents[2] / "studies" / "bytes")
-    finished = [cell for cell in found.cells if (found.run_of(cell).folder / "result.json").exists()]
-    assert finished
-    assert [found.failure(cell) for cell in finished] == [None] * len(finished)
+@pytest.mark.parametrize("name", ["bytes", "tuned"])
+def test_the_cells_of_our_own_studies_count(name):
+    found = Study.read(Path(__file__).parents[2] / "studies" / name)
+    assert len(found.records) == len(found.cells) == 72
+    assert [found.failure(cell) for cell in found.cells] == [None] * 72
 
 
 def test_how_a_run_was_computed_is_no_other_setting(study, tmp_path):
-    folder = shutil.copytree(study, tmp_path / "study")
+    folder = without_records(study, tmp_path / "study")
     found = Study.read(folder)
     path = folder / "cells" / found.cells[0].name / "run.json"
     about = json.loads(path.read_text())
@@ -166,23 +169,23 @@ def test_why_a_cell_failed_is_written_for_a_scheduler_too(tmp_path, corpus, monk
     in_the_way.write_text("mine")
     with pytest.raises(ValueError, match=r"holds 'letter.txt' and no run.json") as raised:
         isoflop.run(folder, cell=cell.name)
-    failed = found.beside(cell, "failed.json")
-    assert json.loads(failed.read_text()) == {"reason": str(raised.value), "code": None}
+    failed = found.next_to(cell, "failed.json")
+    assert json.loads(failed.read_text()) == {"kind": "error", "message": str(raised.value)}
     in_the_way.unlink()
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "train", stop)
+    monkeypatch.setattr(runner, "train_on", stop)
     with pytest.raises(KeyboardInterrupt):
         isoflop.run(folder, cell=cell.name)
     assert not failed.exists()  # to be stopped is no failure
 
     def overtake(*given):
         failed.write_text('{"reason": "another process is training"}')  # a second one came, and found this one
-        return train(*given)
+        return train_on(*given)
 
-    monkeypatch.setattr(runner, "train", overtake)
+    monkeypatch.setattr(runner, "train_on", overtake)
     isoflop.run(folder, cell=cell.name)
     assert found.is_finished(cell)
     assert not failed.exists()
@@ -202,7 +205,7 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     found = plan(folder, corpus, budgets=[1.5e9], variants=["mod"], save_every=20)
     run = Run(folder / "cells" / found.cells[0].name)
     process = start("isoflop", "run", str(folder), log=tmp_path / "log", is_background=True)
-    while not run.folder.is_dir() or not run.checkpoints():
+    while not run.folder.is_dir() or not complete_checkpoints(run.folder):
         assert process.is_alive()
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
@@ -212,7 +215,7 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     assert run.result is None
     ran = call("isoflop", "run", str(folder))
     assert ran.returncode == 0, ran.stderr
-    assert "going on from checkpoint" in (run.folder.parent / "seed0.log").read_text()
+    assert "resuming from checkpoint" in (run.folder.parent / "seed0.log").read_text()
     assert run.result is not None
 
 
@@ -222,7 +225,7 @@ def test_a_cell_that_somebody_ends_has_failed(tmp_path, corpus, capsys):
     (cell,) = found.cells
     once_begun(found.run_of(cell), lambda: [process.terminate() for process in processes_of(folder)])
     isoflop.run(folder)
-    assert found.failure(cell) == "its process was ended by SIGTERM"
+    assert found.failure(cell) == ("error", "its process was ended by SIGTERM")
     assert not found.is_finished(cell)
     said = capsys.readouterr().err
     assert "failed: its process was ended by SIGTERM" in said
@@ -232,8 +235,8 @@ def test_a_cell_that_somebody_ends_has_failed(tmp_path, corpus, capsys):
 
 def test_a_cell_that_is_just_beginning_is_stopped_too(tmp_path, corpus):
     found = plan(tmp_path / "study", corpus, budgets=[1e10], variants=["dense"])
-    with _local(found, 1) as (_, begin, _):
-        begin(found.cells[0])
+    with LocalEngine(found, 1) as engine:
+        engine.start(found.cells[0])
     assert not found.is_finished(found.cells[0])
     assert found.failure(found.cells[0]) is None
     assert processes_of(found.folder) == []
@@ -257,14 +260,14 @@ def test_a_cell_that_is_ended_just_before_its_study_is_stopped_has_not_failed(tm
 
 
 def test_a_cell_that_dies_of_anything_says_why(tmp_path, corpus, monkeypatch):
-    def train(*_):
+    def run_out_of_memory(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(runner, "train_on", run_out_of_memory)
     found = plan(tmp_path / "study", corpus, variants=["dense"])
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         isoflop.run(found.folder, cell=found.cells[0].name)
-    assert found.failure(found.cells[0]) == "DefaultCPUAllocator: can't allocate memory"
+    assert found.failure(found.cells[0]) == ("error", "DefaultCPUAllocator: can't allocate memory")
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +292,7 @@ def test_cells_run_on_ray_and_one_that_fails_says_why(study, tmp_path, corpus, c
 
     monkeypatch.setattr(runner, "attempt", attempt)
     isoflop.run(folder, engine="ray")
-    assert "'nowhere' is not a study: it has no study.json" in found.failure(lost)
+    assert "'nowhere' is not a study: it has no study.json" in found.failure(lost).message
     assert found.is_finished(last)
 
 
@@ -308,15 +311,15 @@ def test_a_study_on_ray_that_is_stopped_stops_its_cells(tmp_path, corpus, cluste
 
 def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_path):
     def copied(name, *without):
-        return shutil.copytree(study, tmp_path / name, ignore=shutil.ignore_patterns(*without))
+        return without_records(study, tmp_path / name, *without)
 
     opened = copied("opened")
     fitted = isoflop.fit(opened, split="test")
     assert fitted.split == "test"
     validation = isoflop.fit(opened)
     for dense, mod in (fitted.curves, validation.curves):
-        assert (len(dense["best"]["capacities"]), len(mod["best"]["capacities"])) == (0, 2)
-    assert fitted.curves[0]["best"]["loss"] != validation.curves[0]["best"]["loss"]
+        assert (len(dense.best.capacities), len(mod.best.capacities)) == (0, 2)
+    assert fitted.curves[0].best.loss != validation.curves[0].best.loss
     first = Study.read(study).cells[0]
     (opened / "cells" / first.name / "test.json").write_text("{}")
     assert str(isoflop.fit(opened, split="test")) == str(fitted)  # as it was written down
@@ -328,7 +331,7 @@ def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_pa
     gone = copied("gone", "*.safetensors")
     (gone / "cells" / first.name / "test.json").unlink()
     assert isoflop.fit(gone, split="test").left_out == [
-        {"cell": first.name, "reason": "it has no loss on the test text, and its weights are gone"}
+        LeftOut(cell=first.name, reason="it has no loss on the test text, and its weights are gone")
     ]
     killed = copied("killed", "test.json")  # before it was written
     isoflop.run(killed)
@@ -338,19 +341,19 @@ def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_pa
     assert isoflop.fit(damaged, split="test") == fitted  # its weights are there
     lost = copied("lost", "*.safetensors")
     (lost / "cells" / first.name / "test.json").write_text("[]")
-    assert [entry["cell"] for entry in isoflop.fit(lost, split="test").left_out] == [first.name]
+    assert [entry.cell for entry in isoflop.fit(lost, split="test").left_out] == [first.name]
     plan(killed, corpus, seeds=2)
     with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
         isoflop.fit(killed, split="test")
 
 
 def test_a_run_on_another_text_does_not_count(study, tmp_path):
-    copy = shutil.copytree(study, tmp_path / "copy")
+    copy = without_records(study, tmp_path / "copy")
     cell = Study.read(copy).cells[0]
     path = copy / "cells" / cell.name / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "corpus_digest": "other"}))
     assert isoflop.fit(copy).left_out == [
-        {"cell": cell.name, "reason": "it was trained on another text than the study's"}
+        LeftOut(cell=cell.name, reason="it was trained on another text than the study's")
     ]
 
 

@@ -23,8 +23,17 @@ def draw(generator, noise=0.01, favour=0.0, gain=-0.01, seeds=SEEDS):
         for size in SIZES:
             values = loss + 0.1 * math.log(size / best) ** 2 + own + noise * generator.normal(size=len(seeds))
             losses = {seed: float(value) for seed, value in zip(seeds, values, strict=True)}
-            points.append(Point("1x16", int(size), 2 * size, losses, losses, dict.fromkeys(seeds)))
-        curves.append(Curve(1e13, "variant", tuple(points), seeds, len(points)))
+            point = Point(
+                shape="1x16",
+                parameters=int(size),
+                flops_per_token=2 * size,
+                losses=losses,
+                lookahead_losses=losses,
+                capacities=dict.fromkeys(seeds),
+            )
+            points.append(point)
+        curve = Curve(budget=1e13, variant="variant", points=tuple(points), seeds=seeds, num_planned=len(points))
+        curves.append(curve)
     return Pair.of(*curves)
 
 
@@ -58,7 +67,9 @@ def test_the_p_of_seeds_is_that_of_an_analysis_of_variance():
     from scipy import stats
 
     pair = draw(np.random.default_rng(3))
-    y = np.array([[point.losses[seed] for seed in SEEDS] for curve in pair[:2] for point in curve.points])  # (10, 3)
+    y = np.array(
+        [[point.losses[seed] for seed in SEEDS] for curve in (pair.one, pair.other) for point in curve.points]
+    )  # (10, 3)
 
     def unexplained(seeds_of_each):
         columns = [np.repeat(np.eye(10)[i], 3) for i in range(10)]

@@ -4,14 +4,24 @@ import copy
 import json
 import math
 import shutil
+from dataclasses import fields
 
 import pytest
-from corpora import call, plan
+from corpora import call, plan, without_records
 from made_up import claim, write_study
 
 from mixdepth import isoflop
 from mixdepth.isoflop import Cell, Hypothesis, Study, forms
-from mixdepth.isoflop.fitting import Fit
+from mixdepth.isoflop.results import (
+    BestResult,
+    ClaimResult,
+    CurveResult,
+    Fit,
+    LeftOut,
+    OptimumResult,
+    PairResult,
+    PointResult,
+)
 
 CURVES = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.39, 0.1)}
 
@@ -226,7 +236,7 @@ def test_a_loss_that_is_not_a_number_is_a_divergence_and_no_damage(field, value,
     cell = Study.read(damaged).cells[0]
     rewrite(damaged / "cells" / cell.name / "result.json", lambda result: result.update({field: value}))
     (entry,) = isoflop.fit(damaged).left_out
-    assert entry["reason"] == "it diverged: its loss is not a number"
+    assert entry.reason == "it diverged: its loss is not a number"
 
 
 @pytest.mark.parametrize(
@@ -238,12 +248,12 @@ def test_damaged_settings_of_a_run_are_named_with_their_file(field, value, damag
     path = damaged / "cells" / cell.name / "run.json"
     rewrite(path, lambda about: about.update({field: value}))
     (entry,) = isoflop.fit(damaged).left_out
-    assert entry["reason"].startswith(f"{str(path)!r} is damaged ({field}")
-    assert entry["reason"].endswith("and run the study again")
+    assert entry.reason.startswith(f"{str(path)!r} is damaged ({field}")
+    assert entry.reason.endswith("and run the study again")
 
 
 def test_a_run_names_the_damaged_result_and_trains_nothing(study, tmp_path):
-    folder = shutil.copytree(study, tmp_path / "study")
+    folder = without_records(study, tmp_path / "study")
     found = Study.read(folder)
     cell = found.cells[1]
     path = folder / "cells" / cell.name / "result.json"
@@ -252,8 +262,8 @@ def test_a_run_names_the_damaged_result_and_trains_nothing(study, tmp_path):
     assert ran.returncode == 2
     assert "1 of 2 runs are finished" in ran.stdout
     assert f"cell {cell.name} failed: {str(path)!r} is damaged (validation_capacities is 5, not a list)" in ran.stderr
-    reason = json.loads(found.beside(cell, "failed.json").read_text())["reason"]
-    assert reason == found.failure(cell)
+    written = json.loads(found.next_to(cell, "failed.json").read_text())
+    assert written == found.failure(cell)._asdict()
     shutil.rmtree(path.parent)  # the way out that it names
     assert call("isoflop", "run", str(folder)).returncode == 0
 
@@ -263,11 +273,11 @@ def test_a_run_names_the_damaged_result_and_trains_nothing(study, tmp_path):
     [{"loss": -1}, {"loss": "x"}, {"lookahead_loss": None}, {"capacities": [2.0]}, {"capacities": [0.1] * 3}],
 )
 def test_a_damaged_loss_on_the_test_text_does_not_count(damage, study, tmp_path):
-    folder = shutil.copytree(study, tmp_path / "study", ignore=shutil.ignore_patterns("*.safetensors"))
+    folder = without_records(study, tmp_path / "study", "*.safetensors")
     cell = Study.read(folder).cells[1]
     rewrite(folder / "cells" / cell.name / "test.json", lambda sealed: sealed.update(damage))
     (entry,) = isoflop.fit(folder, split="test").left_out
-    assert entry == {"cell": cell.name, "reason": "it has no loss on the test text, and its weights are gone"}
+    assert entry == LeftOut(cell=cell.name, reason="it has no loss on the test text, and its weights are gone")
 
 
 def leaves(value, place=()):
@@ -346,6 +356,17 @@ def test_a_value_that_is_very_long_is_shown_by_its_beginning(damaged):
 
 
 def test_the_forms_have_the_fields_that_are_written():
-    assert tuple(forms.CELL.fields) == Cell._fields
-    assert tuple(forms.HYPOTHESIS.fields) == Hypothesis._fields
-    assert tuple(forms.FIT.fields) == Fit._fields
+    pairs = [
+        (forms.CELL, Cell),
+        (forms.HYPOTHESIS, Hypothesis),
+        (forms.POINT, PointResult),
+        (forms.BEST, BestResult),
+        (forms.OPTIMUM, OptimumResult),
+        (forms.CURVE, CurveResult),
+        (forms.COMPARISON, PairResult),
+        (forms.CLAIM, ClaimResult),
+        (forms.LEFT_OUT, LeftOut),
+        (forms.FIT, Fit),
+    ]
+    for form, kind in pairs:
+        assert list(form.fields) == [field.name for field in fields(kind)]
