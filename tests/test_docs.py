@@ -165,3 +165,10 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     for page in pages:
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*https?://[^>]*>", page.read_text(encoding="utf-8"))
         assert not loaded, (page, loaded)
+
+
+@pytest.mark.parametrize("readme", sorted((ROOT / "mixdepth").glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_the_readme_of_a_folder_names_its_modules(readme):
+    modules = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+    named = set(re.findall(r"^- `(\w+\.py)`", readme.read_text(), flags=re.MULTILINE)) - {"__init__.py"}
+    assert named == modules
