@@ -1,4 +1,4 @@
-"""The handlers of transformers' server, within our limits. Whatever is private in that server is named here alone."""
+"""The handlers of transformers' server, within our limits. No other module uses private names of that server."""
 
 import asyncio
 import contextlib
@@ -33,22 +33,23 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerateManager, G
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from mixdepth.models.loading import positions
-from mixdepth.sampling.requests import OF_SAMPLING, Asked, Template, understand
+from mixdepth.sampling.requests import SAMPLING_SETTINGS, Template, UnderstoodRequest, understand
 from mixdepth.sampling.server_limits import Limits, one_line, shown
 
 IS_OVER: ContextVar[threading.Event] = ContextVar("IS_OVER")
-"""Set when nobody waits for the answer to the request that is being handled."""
+"""It is set when no client waits any longer for the answer to the request that is being handled."""
 
-OF_TEMPLATES = {*DEFAULT_NAMESPACE, "messages", "raise_exception", "strftime_now"}
-"""Names in a chat template that are no settings of it."""
+TEMPLATE_NAMES = {*DEFAULT_NAMESPACE, "messages", "raise_exception", "strftime_now"}
+"""Names in a chat template that are not settings of it."""
 
 NUM_TOKENISERS = 2
-"""Threads that turn texts into tokens, so that a long one does not keep the others waiting."""
+"""How many threads turn texts into tokens. With more than one, a long text does not keep the others waiting."""
 
 TOKENS_OF_A_STEP = 1024
-"""Most tokens that one step of continuous batching computes; longer prompts take several steps."""
+"""The most tokens that one step of continuous batching computes. Longer prompts take several steps."""
 
 SHUTDOWN_SECONDS = 10
+"""How long the server waits at its end for an answer that is being computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,74 +57,79 @@ class Served:
     """The one model of a server, and what its clients may ask of it."""
 
     name: str
+    """The name of the model for clients."""
     model: Any
     tokenizer: Any
     limits: Limits
     in_batches: bool
+    """Whether answers are computed together, by continuous batching."""
 
     @functools.cached_property
     def positions(self) -> int:
-        """The longest prompt together with its answer."""
-        own = positions(self.model)
-        return min(own, self.limits.batch_tokens) if self.in_batches else own
+        """The most tokens of a prompt together with its answer."""
+        of_model = positions(self.model)
+        if self.in_batches:
+            return min(of_model, self.limits.batch_tokens)
+        return of_model
 
     @functools.cached_property
     def max_tokens(self) -> int:
-        """The longest prompt."""
+        """The most tokens of a prompt."""
         return min(self.positions - 1, self.limits.prompt_tokens)
 
     @functools.cached_property
     def max_letters(self) -> float:
-        """The number of characters beyond which a text has too many tokens, whatever it says.
+        """The number of characters beyond which a text has more than `max_tokens` tokens, whatever it says.
 
-        There is no such number for a tokenizer that changes the text first: it may make it shorter.
+        There is no such number for a tokenizer that changes the text first, because it may make the text shorter.
         """
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or backend.normalizer is not None:
             return math.inf
-        return self.max_tokens * max(map(len, self.tokenizer.get_vocab()))
+        longest_token = max(map(len, self.tokenizer.get_vocab()))
+        return self.max_tokens * longest_token
 
     @functools.cached_property
     def template(self) -> Template | None:
-        """What the chat template can be told; None if there is none."""
+        """What clients can set in the chat template; None if there is no template."""
         if not self.tokenizer.chat_template:
             return None
         text = self.tokenizer.get_chat_template()
         names = _get_template_variables(text)
-        own = {*OF_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        settings = names - own - set(self.tokenizer.special_tokens_map)
+        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        settings = names - TEMPLATE_NAMES - set(arguments) - set(self.tokenizer.special_tokens_map)
         return Template(settings=settings, has_tools="tools" in names, has_tool_calls="tool_calls" in text)
 
 
 class LeftError(Exception):
-    """Nobody waits for the answer any longer."""
+    """The client has left, and does not wait for the answer any longer."""
 
 
 class Turn:
-    """The computation of one answer. Transformers' server takes it for the model, of which it has what that needs."""
+    """The computation of one answer. For transformers' server it stands in for the model."""
 
-    def __init__(self, served: Served, asked: Asked, is_over: threading.Event) -> None:
+    def __init__(self, served: Served, request: UnderstoodRequest, is_over: threading.Event) -> None:
         self.served = served
-        self.seed = asked.seed
+        self.seed = request.seed
         self.is_over = is_over
         self.config = served.model.config
         self.loop = asyncio.get_running_loop()
         self.has_begun: asyncio.Future[Exception | None] = self.loop.create_future()
-        """Done with the first token; its result is what came in the way of it."""
+        """It is done with the first token. Its result is the error if there is no such token, else None."""
 
     def generate(self, **options: Any) -> Any:
-        """Call the model's own `generate`, but end with an error when the client has left or the time is over."""
+        """Call the `generate` of the model, but end with an error when the client has left or the time is over."""
         self.end = time.monotonic() + self.served.limits.answer_seconds
         try:
             self.check()
             if self.seed is None:
-                torch.seed()  # what an earlier client asked for ends with its answer
+                torch.seed()  # the seed of an earlier client ends with its answer
             else:
                 torch.manual_seed(self.seed)
             return self.served.model.generate(
                 **options,
-                logits_processor=LogitsProcessorList([_SomeChoice()]),
-                stopping_criteria=StoppingCriteriaList([_EachToken(self)]),
+                logits_processor=LogitsProcessorList([_SomeTokenIsLeft()]),
+                stopping_criteria=StoppingCriteriaList([_AfterEachToken(self)]),
             )
         except Exception as error:
             self.begin(error)
@@ -139,7 +145,7 @@ class Turn:
             raise too_long(self.served.limits)
 
     def begin(self, error: Exception | None = None) -> None:
-        """Tell that the first token is there, or what came in the way of it."""
+        """Report, from any thread, that the first token is there, or the error in its place."""
         self.loop.call_soon_threadsafe(self._begin, error)
 
     def _begin(self, error: Exception | None) -> None:
@@ -147,8 +153,8 @@ class Turn:
             self.has_begun.set_result(error)
 
 
-class _SomeChoice(LogitsProcessor):
-    """Refuses a request whose settings rule out every token: one would be drawn all the same, or none could be."""
+class _SomeTokenIsLeft(LogitsProcessor):
+    """Refuse a request whose settings rule out every token. Without this, an impossible token could be drawn."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.isnan().any():
@@ -162,8 +168,8 @@ class _SomeChoice(LogitsProcessor):
         return scores
 
 
-class _EachToken(StoppingCriteria):
-    """Is asked by `generate` after each token."""
+class _AfterEachToken(StoppingCriteria):
+    """Check after each token whether the answer is still wanted. It stops no row by itself."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -182,11 +188,12 @@ def too_long(limits: Limits) -> ValueError:
 
 
 def check_request(served: Served, num_tokens: int, settings: Any, *, is_streamed: bool) -> None:
-    """Refuse what only the model can tell to be impossible, and hold the answer within its positions."""
+    """Refuse what is impossible for this model, and keep the answer within its positions."""
     if num_tokens > served.max_tokens:
         raise ValueError(f"the prompt has {num_tokens} tokens, and this server takes {served.max_tokens}")
     room = served.positions - num_tokens
-    settings.max_new_tokens = room if settings.max_new_tokens is None else min(settings.max_new_tokens, room)
+    if settings.max_new_tokens is None or settings.max_new_tokens > room:
+        settings.max_new_tokens = room
     if settings.min_new_tokens is not None and settings.min_new_tokens > settings.max_new_tokens:
         raise ValueError(
             f"min_new_tokens={settings.min_new_tokens} is more than the answer can have, {settings.max_new_tokens}"
@@ -196,7 +203,7 @@ def check_request(served: Served, num_tokens: int, settings: Any, *, is_streamed
     ends = settings.eos_token_id
     for token in ends if isinstance(ends, list) else [ends]:
         if token is not None and token >= len(served.tokenizer):
-            raise ValueError(f"eos_token_id={token} is no token of this model, which has {len(served.tokenizer)}")
+            raise ValueError(f"eos_token_id={token} is not a token of this model, which has {len(served.tokenizer)}")
     for (token,) in settings.sequence_bias or {}:
         if token >= len(served.tokenizer):
             raise ValueError(
@@ -205,7 +212,7 @@ def check_request(served: Served, num_tokens: int, settings: Any, *, is_streamed
 
 
 class OneByOne(GenerateManager):
-    """Computes one answer after the other, on one thread for all."""
+    """Compute one answer after the other, all on one thread."""
 
     def generate_streaming(self, model: Turn, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
         check_request(model.served, inputs["input_ids"].shape[-1], gen_config, is_streamed=True)
@@ -216,29 +223,29 @@ class OneByOne(GenerateManager):
     ) -> Any:
         check_request(model.served, inputs["input_ids"].shape[-1], gen_config, is_streamed=False)
         answer = asyncio.ensure_future(super().generate_non_streaming(model, processor, inputs, gen_config, **options))
-        answer.add_done_callback(_hear)
-        return await asyncio.shield(answer)  # the thread could not tell its result to what was cancelled
+        answer.add_done_callback(_retrieve_error)
+        return await asyncio.shield(answer)  # the thread sets the result, which must not have been cancelled by then
 
     def stop(self) -> None:
-        """Wait for the answer that nobody waits for any longer: the thread has to find its event loop open."""
+        """Wait for the answer that is being computed: its thread must find the event loop open."""
         self.submit(int).result(timeout=SHUTDOWN_SECONDS)
 
 
-def _hear(answer: asyncio.Future[Any]) -> None:
-    """Take the error of an answer that nobody waits for: asyncio would log it."""
+def _retrieve_error(answer: asyncio.Future[Any]) -> None:
+    """Retrieve the error of an answer whose client has left, because asyncio logs errors that are not retrieved."""
     if not answer.cancelled():
         answer.exception()
 
 
 class Together(CBGenerateManager):
-    """Computes answers together, by continuous batching."""
+    """Compute several answers together, by continuous batching."""
 
     def __init__(self, limits: Limits) -> None:
         config = ContinuousBatchingConfig(
             max_batch_tokens=TOKENS_OF_A_STEP,
             max_requests_per_batch=limits.connections,
         )
-        # By default the cache takes nine tenths of the memory, which on a CPU is that of the whole machine.
+        # By default the cache takes nine tenths of the memory; on a CPU that is the memory of the whole machine.
         config.num_blocks = math.ceil(limits.batch_tokens / config.page_size)
         super().__init__(config)
         self.lock = threading.Lock()
@@ -257,18 +264,20 @@ class Together(CBGenerateManager):
         model.begin()
         limits = model.served.limits
 
+        # End the stream with an error when the time is over.
         def stop() -> None:
             queue.put_nowait(_StreamError(str(too_long(limits))))
             self.forget(request_id)
 
         model.loop.call_later(limits.answer_seconds, stop)
+        # When the client leaves, transformers' server cancels the streamer. Stop the computation then, too.
         cancel = streamer.cancel
 
-        def forget() -> None:
+        def cancel_and_forget() -> None:
             cancel()
             self.forget(request_id)
 
-        streamer.cancel = forget
+        streamer.cancel = cancel_and_forget
         return queue, streamer
 
     async def generate_non_streaming(
@@ -285,14 +294,14 @@ class Together(CBGenerateManager):
             self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Compute no more of an answer, and keep nothing of it."""
+        """Stop the computation of an answer, and drop what is there of it."""
         assert self._cb is not None
         if self._cb.output_router.result_handlers.pop(request_id, None) is not None:
             self._cb.cancel_request(request_id)
 
 
 class OneModel(ModelManager):
-    """Knows the one model that was loaded, and fetches no other whatever a client asks for."""
+    """Hold the one model that was loaded, and never fetch another one."""
 
     def __init__(self, served: Served, state: "State") -> None:
         self.served = served
@@ -308,7 +317,7 @@ class OneModel(ModelManager):
 
 
 class State(GenerationState):
-    """Has one manager for all requests, since there is one model."""
+    """Keep one manager for all requests, because there is one model."""
 
     def __init__(self, served: Served) -> None:
         super().__init__(continuous_batching=served.in_batches)
@@ -318,15 +327,15 @@ class State(GenerationState):
         return self.manager
 
     def shutdown(self) -> None:
-        with contextlib.suppress(TimeoutError):  # a step that takes so long ends with the process
+        with contextlib.suppress(TimeoutError):  # a step that takes longer ends with the process
             self.manager.stop()
 
     def is_cb_alive(self) -> bool:
         return not isinstance(self.manager, Together) or self.manager.is_alive()
 
 
-class Within:
-    """What each handler does before transformers' own: understand the request, and leave the event loop alone."""
+class WithinLimits:
+    """Handle a request before transformers' own handler does: check it, and keep long work off the event loop."""
 
     path: str
     tokenisers: ThreadPoolExecutor
@@ -334,25 +343,25 @@ class Within:
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         served = self.model_manager.served
-        # 1. Refuse what can be refused unread.
-        asked = understand(self.path, body, served.limits, served.template, in_batches=served.in_batches)
-        if asked.body.setdefault("model", served.name) != served.name:
-            raise ValueError(f"this server has one model, {served.name!r}, not {shown(asked.body['model'])}")
-        if asked.num_letters > served.max_letters:
+        # 1. Refuse what can be refused before the text is read.
+        request = understand(self.path, body, served.limits, served.template, in_batches=served.in_batches)
+        if request.body.setdefault("model", served.name) != served.name:
+            raise ValueError(f"this server has one model, {served.name!r}, not {shown(request.body['model'])}")
+        if request.num_letters > served.max_letters:
             raise ValueError(
-                f"the prompt has {asked.num_letters} characters, and this server takes {served.max_tokens} tokens, "
+                f"the prompt has {request.num_letters} characters, and this server takes {served.max_tokens} tokens, "
                 f"which are at most {served.max_letters}"
             )
-        if asked.settings:
-            asked.body["generation_config"] = json.dumps(asked.settings)
+        if request.settings:
+            request.body["generation_config"] = json.dumps(request.settings)
         if served.in_batches:
-            request_id = uuid.uuid4().hex  # requests are told apart by it
+            request_id = uuid.uuid4().hex  # the batch needs an id that no other client can choose
         # 2. Make tokens of the text, on another thread.
-        turn = Turn(served, asked, IS_OVER.get())
-        handling = super().handle_request(asked.body, request_id)  # type: ignore[misc]
+        turn = Turn(served, request, IS_OVER.get())
+        handling = super().handle_request(request.body, request_id)  # type: ignore[misc]
         begin = await turn.loop.run_in_executor(self.tokenisers, _result_of, handling)
-        # 3. Compute the answer, and begin a stream with its first token: until then it can be refused.
-        if not asked.is_streamed:
+        # 3. Compute the answer. A stream begins with its first token, because until then the request can be refused.
+        if not request.is_streamed:
             return await begin(turn)
         answer = begin(turn)
         error = await turn.has_begun
@@ -368,46 +377,46 @@ class Within:
         begin = super()._non_streaming  # type: ignore[misc]
         return lambda turn: begin(request_id, turn, *rest, **options)
 
-    def _build_generation_config(self, body: dict[str, Any], own: Any, use_cb: bool = False) -> Any:
-        """The model's own settings, with those of the request in their place."""
+    def _build_generation_config(self, body: dict[str, Any], default: Any, use_cb: bool = False) -> Any:
+        """Return the settings of the model, replaced by those of the request where it has some."""
         settings = json.loads(body.get("generation_config", "{}"))
         fields = {name: value for name, value in body.items() if name != "generation_config"}
-        own = copy.deepcopy(own)
-        own.update(**settings)
-        config = super()._build_generation_config(fields, own, use_cb=use_cb)  # type: ignore[misc]
+        default = copy.deepcopy(default)
+        default.update(**settings)
+        config = super()._build_generation_config(fields, default, use_cb=use_cb)  # type: ignore[misc]
         if "max_new_tokens" in settings:
-            config.max_new_tokens = settings["max_new_tokens"]  # transformers' server raises it to 1024
+            config.max_new_tokens = settings["max_new_tokens"]  # transformers' server makes it at least 1024
         if config.temperature == 0:
             config.do_sample = False
         if not config.do_sample:
-            for name in OF_SAMPLING:
+            for name in SAMPLING_SETTINGS:
                 setattr(config, name, None)
         return config
 
 
-def _result_of(waits_for_nothing: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, without an event loop."""
+def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never waits to its end, without an event loop."""
     try:
-        waits_for_nothing.send(None)
+        coroutine.send(None)
     except StopIteration as end:
         return end.value
     raise AssertionError("transformers' server waits for something before it generates")
 
 
-class Completions(Within, CompletionHandler):
+class Completions(WithinLimits, CompletionHandler):
     path = "/v1/completions"
 
 
-class Chat(Within, ChatCompletionHandler):
+class Chat(WithinLimits, ChatCompletionHandler):
     path = "/v1/chat/completions"
 
 
-class Responses(Within, ResponseHandler):
+class Responses(WithinLimits, ResponseHandler):
     path = "/v1/responses"
 
 
 def make_handlers(served: Served) -> tuple[OneModel, State, dict[str, Any]]:
-    """What transformers' server is built of: its models, its state, and a handler for each path."""
+    """Return the parts of transformers' server: its models, its state, and a handler for each path."""
     state = State(served)
     models = OneModel(served, state)
     tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, thread_name_prefix="tokeniser")
@@ -419,6 +428,6 @@ def make_handlers(served: Served) -> tuple[OneModel, State, dict[str, Any]]:
 
 
 def check_batches(name: str, model: Any) -> None:
-    """Refuse continuous batching for a model that cannot have it, rather than do without it in silence."""
+    """Refuse continuous batching for a model that does not support it, instead of silently doing without."""
     if not hasattr(model, "init_continuous_batching"):
         raise ValueError(f"{name!r} does not support continuous batching: leave out --continuous-batching")

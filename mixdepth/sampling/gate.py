@@ -1,4 +1,4 @@
-"""What stands between the network and the server's application: whom it answers, and how long it waits for a client."""
+"""The gate between the network and the server: which clients it answers, and how long it waits for them."""
 
 import asyncio
 import ipaddress
@@ -17,32 +17,36 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GOODBYE_SECONDS = 5
-"""After Ctrl-C, answers that are under way have this long to end."""
+"""How long answers that are being sent may take to end after Ctrl-C."""
 
-OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+"""Names by which clients on the same machine call the server."""
+
 ANY_HOST = "*"
+"""The name that allows all names."""
+
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """Passes on the requests for this server, whole and within the limits, and ends each when its client has left.
+    """Pass complete requests within the limits to the application, and end each of them when its client has left.
 
-    The application finds a `threading.Event` in `scope["is_over"]`, which is set when nobody waits for the answer.
+    The application finds a `threading.Event` in `scope["is_over"]`. It is set when no client waits for the answer.
     """
 
     def __init__(self, application: Application, limits: Limits, hosts: Sequence[str] = ()) -> None:
         self.application = application
         self.limits = limits
-        self.hosts = {_host_of(host) for host in (*OF_THIS_MACHINE, *hosts)}
+        self.hosts = {_host_of(host) for host in (*OWN_NAMES, *hosts)}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":  # the server starts, or ends
+        if scope["type"] == "lifespan":  # the server starts or ends
             await self.application(scope, receive, send)
             return
         if scope["type"] != "http":
             raise ValueError(f"the server speaks HTTP, not {scope['type']}")
         try:
-            body = await self.read(receive)  # first: a client that is still sending would not hear of a refusal
+            body = await self.read(receive)  # first, because a client that is still sending would not read a refusal
             if body is None:
                 return
             self.check_head(scope)
@@ -52,25 +56,29 @@ class Gate:
         await self.answer(scope, body, receive, send)
 
     def check_head(self, scope: Message) -> None:
-        """Refuse requests that a foreign page in a browser of this machine could make.
+        """Refuse requests that a page of another site could make in a browser on this machine.
 
-        By its own name, which it lets point at this machine, a page would reach the server as if it came from there.
+        Such a site can let its own name point at this machine (DNS rebinding). Then its page reaches this server, and
+        the browser takes the server for that site. The header `Host` shows it.
         """
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        name = headers.get(b"host", "")
+        # 1. The client must call the server by one of its names.
+        host = headers.get(b"host", "")
         listening = scope.get("server") or ("",)
-        is_known = ANY_HOST in self.hosts or _host_of(name) in {*self.hosts, _host_of(str(listening[0]))}
-        if not is_known:
-            raise RefusedError(403, f"this server is not known as {shown(name)}: start it with --allowed-host NAME")
+        names = {*self.hosts, _host_of(str(listening[0]))}
+        if ANY_HOST not in self.hosts and _host_of(host) not in names:
+            raise RefusedError(403, f"this server is not known as {shown(host)}: start it with --allowed-host NAME")
+        # 2. A page must come from this server.
         origin = headers.get(b"origin")
-        if origin is not None and _place_of(origin) != name.lower():
+        if origin is not None and _place_of(origin) != host.lower():
             raise RefusedError(403, f"pages of {shown(origin)} may not use this server")
-        request_id = headers.get(b"x-request-id")  # it comes back with the answer
+        # 3. The request's id comes back in the answer, so it must be harmless.
+        request_id = headers.get(b"x-request-id")
         if request_id is not None and not REQUEST_ID.fullmatch(request_id):
             raise RefusedError(400, "x-request-id must be up to 128 letters, digits and marks out of - _ . :")
 
     async def read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if the client left before it had sent it."""
+        """Read the whole body; None if the client leaves before it has sent all of it."""
         body = bytearray()
         size = 0
         limit = self.limits.body_bytes
@@ -85,7 +93,7 @@ class Gate:
                     if size <= limit:
                         body += part
                     else:
-                        body.clear()  # the rest is only counted, so that the client can hear of it
+                        body.clear()  # read on without keeping anything, so that the client can read the refusal
                     if not message.get("more_body"):
                         break
         except TimeoutError as error:
@@ -97,7 +105,8 @@ class Gate:
         return bytes(body)
 
     async def answer(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        """Let the application answer for as long as the client is there."""
+        """Let the application answer for as long as the client stays."""
+        # 1. The application reads the body that is here already.
         scope["is_over"] = threading.Event()
         is_read = False
 
@@ -108,6 +117,7 @@ class Gate:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
+        # 2. Wait until the answer is sent, or the client leaves, whichever comes first. End the other task.
         answering = asyncio.ensure_future(self.application(scope, receive_again, send))
         leaving = asyncio.ensure_future(_has_left(receive))
         is_answered = False
@@ -122,7 +132,7 @@ class Gate:
             leaving.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
         if is_answered:
-            answering.result()
+            answering.result()  # raises the error of the application, if there was one
 
 
 async def _has_left(receive: Receive) -> None:
@@ -131,7 +141,7 @@ async def _has_left(receive: Receive) -> None:
 
 
 async def _refuse(refusal: RefusedError, send: Send) -> None:
-    """Answer with the refusal, and close the connection, on which the client may not have said all."""
+    """Answer with the refusal, and close the connection, because the client may not have sent all of its request."""
     body = json.dumps(error_body(refusal)).encode()
     headers = [
         (b"content-type", b"application/json"),
@@ -143,13 +153,13 @@ async def _refuse(refusal: RefusedError, send: Send) -> None:
 
 
 def check_host(name: str) -> None:
-    """Refuse what cannot be the name of a host, as a client says it."""
+    """Refuse a name that cannot stand in the header `Host` of a client."""
     if name != ANY_HOST and not re.fullmatch(r"[\w.:\[\]-]+", name):
         raise ValueError(f"allowed_host must be a name or an address, as in models.example or 192.0.2.7, not {name!r}")
 
 
 def _host_of(name: str) -> str:
-    """A host without its port, in one spelling.
+    """Return a host without its port, always in the same spelling.
 
     >>> _host_of("LocalHost:8000"), _host_of("[0::1]:80"), _host_of("::1")
     ('localhost', '::1', '::1')
@@ -166,7 +176,7 @@ def _host_of(name: str) -> str:
 
 
 def _place_of(origin: str) -> str | None:
-    """Host and port of an origin; None if it has none, as in `null`."""
+    """Return host and port of an origin; None if it has none, as the origin `null`."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:
@@ -174,7 +184,7 @@ def _place_of(origin: str) -> str | None:
 
 
 def uvicorn_options(limits: Limits) -> dict[str, Any]:
-    """How uvicorn serves a gate with these limits."""
+    """Return the options with which uvicorn serves a gate with these limits."""
     return {
         "http": _make_protocol(limits),
         "ws": "none",
@@ -186,19 +196,19 @@ def uvicorn_options(limits: Limits) -> dict[str, Any]:
 
 
 def _make_protocol(limits: Limits) -> Any:
-    """uvicorn's protocol, but a connection that keeps it waiting is closed."""
+    """Make a protocol for uvicorn that closes a connection that keeps it waiting."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Punctual(H11Protocol):  # type: ignore[misc]
-        """Gives the head of each request, and each piece of an answer, some seconds to cross the network."""
+        """Close a connection if the head of a request, or a piece of an answer, takes too long on the network."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.waits: dict[str, asyncio.TimerHandle] = {}
-            transport.set_write_buffer_limits(0)  # pause_writing is called for every piece that does not leave at once
+            transport.set_write_buffer_limits(0)  # then pause_writing is called for every piece that has to wait
             self._wait_for_head()
-            if len(self.connections) > 2 * limits.connections:  # up to there uvicorn answers with 503
+            if len(self.connections) > 2 * limits.connections:  # fewer than these get an answer with 503 from uvicorn
                 transport.abort()
 
         def data_received(self, data: bytes) -> None:

@@ -19,8 +19,11 @@ from mixdepth.text import tell
 def make_app(
     name: str, *, continuous_batching: bool = False, limits: Limits | None = None, hosts: Sequence[str] = ()
 ) -> tuple[Gate, str]:
-    """The server's application for this model (a run, a folder, a name of the hub, `smollm2`), and the name by which
-    clients ask for it. It answers requests to this machine, and to the names in `hosts`."""
+    """Make the application that serves this model; return it with the name of the model for clients.
+
+    `name` is a run, a folder, a name of the hub, or `smollm2`. The application answers requests to this machine, and to
+    the names in `hosts`.
+    """
     if not is_serve_available():
         raise ValueError("serving needs further packages: pip install 'mixdepth[serve]'")
     from mixdepth.sampling.answering import Served, check_batches
@@ -49,23 +52,23 @@ def make_app(
 
 
 def _prepare_generation(model: Any, tokenizer: Any) -> None:
+    """Change the model's settings of generation to those that clients of OpenAI's interface expect."""
     settings = model.generation_config
-    settings.do_sample = True  # as clients expect it; temperature 0 is greedy
+    settings.do_sample = True  # a request with temperature 0 is greedy
     settings.max_length = None  # requests and positions set the length
     if settings.pad_token_id is None:
-        settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        settings.pad_token_id = tokenizer.pad_token_id
+    if settings.pad_token_id is None:
+        settings.pad_token_id = 0
 
 
 def _application(served: Any) -> Any:
-    """Transformers' server, without the paths that one language model does not need."""
-    from fastapi.exceptions import RequestValidationError
+    """Make transformers' server, without the paths that one language model does not need."""
     from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
-    from starlette.exceptions import HTTPException
     from starlette.routing import Route
     from transformers.cli.serving.server import build_server
 
-    from mixdepth.sampling.answering import IS_OVER, LeftError, make_handlers
+    from mixdepth.sampling.answering import IS_OVER, make_handlers
 
     models, state, handlers = make_handlers(served)
     app = build_server(
@@ -78,29 +81,51 @@ def _application(served: Any) -> Any:
         generation_state=state,
     )
 
-    # These two are coroutines here, so that they wait for no thread.
+    # These are coroutines, so that they wait for no thread.
+    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "mixdepth"}
+
     async def health(request: Any) -> JSONResponse:
         if state.is_cb_alive():
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unhealthy", "reason": "cb_worker_dead"}, status_code=503)
 
     async def list_models(request: Any) -> JSONResponse:
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "mixdepth"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def tell_model(request: Any) -> JSONResponse:
+    async def show_model(request: Any) -> JSONResponse:
         name = request.path_params["name"]
         if name != served.name:
             sentence = f"this server has one model, {served.name!r}, not {shown(name)}"
             return JSONResponse(error_body(sentence), status_code=404)
-        return JSONResponse({"id": served.name, "object": "model", "created": 0, "owned_by": "mixdepth"})
+        return JSONResponse(model)
 
-    kept = [route for route in app.router.routes if getattr(route, "path", None) in handlers]
-    app.router.routes[:] = [*kept, Route("/health", health), Route("/v1/models", list_models)]
-    app.router.routes.append(Route("/v1/models/{name:path}", tell_model))
+    routes = [route for route in app.router.routes if getattr(route, "path", None) in handlers]
+    routes.append(Route("/health", health))
+    routes.append(Route("/v1/models", list_models))
+    routes.append(Route("/v1/models/{name:path}", show_model))
+    app.router.routes[:] = routes
+    _add_refusals(app)
+
+    # The gate's event belongs to one request, and so does a context variable.
+    async def with_event(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            IS_OVER.set(scope["is_over"])
+        await app(scope, receive, send)
+
+    return with_event
+
+
+def _add_refusals(app: Any) -> None:
+    """Let the application answer each error with a sentence, in the form that clients of OpenAI's interface read."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+    from starlette.exceptions import HTTPException
+
+    from mixdepth.sampling.answering import LeftError
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
-        """What a request makes impossible is the client's to mend."""
+        """Answer a request that cannot be computed. The client has to change it."""
         sentence = f"the request lacks {error}" if isinstance(error, KeyError) else str(error)
         status = error.status if isinstance(error, RefusedError) else 400
         return JSONResponse(error_body(sentence), status_code=status)
@@ -110,7 +135,7 @@ def _application(served: Any) -> Any:
         return JSONResponse(error_body(sentence), status_code=400)
 
     async def refuse_request(request: Any, error: HTTPException) -> JSONResponse:
-        """What the framework refuses by itself: unknown paths, wrong verbs, bodies that it cannot read."""
+        """Answer a request that the framework refuses: an unknown path, a wrong verb, a body that it cannot read."""
         return JSONResponse(error_body(str(error.detail)), status_code=error.status_code)
 
     async def fail(request: Any, error: Exception) -> JSONResponse:
@@ -122,13 +147,6 @@ def _application(served: Any) -> Any:
     app.add_exception_handler(HTTPException, refuse_request)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(Exception, fail)
-
-    async def with_event(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            IS_OVER.set(scope["is_over"])
-        await app(scope, receive, send)
-
-    return with_event
 
 
 def serve(
@@ -146,7 +164,7 @@ def serve(
     for allowed in allowed_host:
         check_host(allowed)
     limits = limits or Limits()
-    try:  # first: loading a model takes its time
+    try:  # before the model is loaded, which takes its time
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,7 +176,7 @@ def serve(
     app, public = make_app(name, continuous_batching=continuous_batching, limits=limits, hosts=hosts)
     import uvicorn
 
-    # What a client asks for is told to the client. The log is for the faults of the server.
+    # Clients hear of their own mistakes in the answers. The log is for faults of the server.
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     place = f"[{host}]" if ":" in host else host

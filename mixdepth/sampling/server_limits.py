@@ -1,4 +1,4 @@
-"""What one client can take of the server, and the words in which it is refused. No torch."""
+"""The limits of what one client can take of the server, and the form of refusals. No torch."""
 
 import reprlib
 from dataclasses import dataclass, fields
@@ -7,12 +7,12 @@ from typing import Any
 from mixdepth.config import check_integer, is_number
 
 MAX_LETTERS_OF_A_MESSAGE = 400
-"""An error message is cut at this length, because it may quote what the client sent."""
+"""The longest error message. It is cut there, because it may quote what the client sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one client can take of the server.
+    """The limits of what one client can take of the server.
 
     >>> Limits(beams=2).stops
     4
@@ -22,8 +22,8 @@ class Limits:
     """Largest body of a request, in bytes."""
 
     arrival_seconds: float = 10
-    """Seconds within which the head of a request must have arrived, then its body, and within which a client must take
-    each piece of its answer."""
+    """Seconds within which the head of a request must arrive, and then its body. A client must take each piece of its
+    answer within as many seconds."""
 
     prompt_tokens: int = 8192
     """Longest prompt, in tokens, if the positions of the model do not set a lower limit."""
@@ -32,19 +32,19 @@ class Limits:
     """Seconds for which the model computes one answer. A longer one ends with an error."""
 
     batch_tokens: int = 16384
-    """Tokens that all answers under continuous batching share, prompts included: memory is reserved for so many."""
+    """Tokens that all answers under continuous batching share, prompts included. Memory is reserved for as many."""
 
     beams: int = 4
-    """Most beams of a beam search (`num_beams` in `generation_config`)."""
+    """The most beams of a beam search (`num_beams` in `generation_config`)."""
 
     stops: int = 4
-    """Most stop strings in a request."""
+    """The most stop strings in a request."""
 
     stop_letters: int = 64
     """Longest stop string, in characters."""
 
     connections: int = 128
-    """Most connections at a time. Further requests are answered with 503."""
+    """The most connections at a time. Further requests are answered with 503."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,14 +64,14 @@ class RefusedError(ValueError):
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value that a client sent."""
+    """Return the beginning of a value that a client sent, for a message."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
     return short.repr(value)
 
 
 def one_line(sentence: object) -> str:
-    """An error message as one printable line that is not too long to be sent.
+    """Return an error message as one printable line that is not too long to be sent.
 
     >>> one_line("the prompt\\n  is empty")
     'the prompt is empty'
@@ -84,6 +84,6 @@ def one_line(sentence: object) -> str:
 
 
 def error_body(sentence: object, *, is_fault_of_server: bool = False) -> dict[str, Any]:
-    """The body of a refusal, as clients of OpenAI's interface read it."""
+    """Return the body of a refusal, as clients of OpenAI's interface read it."""
     kind = "server_error" if is_fault_of_server else "invalid_request_error"
     return {"error": {"message": one_line(sentence), "type": kind}}

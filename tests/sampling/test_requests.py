@@ -115,7 +115,7 @@ def message(**fields):
         (CHAT, message(content="x", tool_calls=[CALL]), "content next to tool_calls"),
         (CHAT, message(tool_calls=[CALL]), "does not show calls of tools"),
         (CHAT, {"tools": [TOOL]}, "tools is not supported"),
-        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "which is no setting of the template"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "which is not a setting of the template"),
         (
             RESPONSES,
             {"input": [{"type": "input_image", "image_url": "http://localhost"}]},
