@@ -2,6 +2,11 @@
 
 import math
 import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from mixdepth.hf.layer import RoutedLayer
 from mixdepth.losses import capacity_loss
 from mixdepth.routes import gaussian, slots
 
+ROOT = Path(__file__).parents[1]
 EARLY_EXIT = {"scheme": "early_exit", "layers": (0, 2), "capacity": (0.7, 0.4)}
 
 
@@ -448,3 +454,29 @@ def test_a_block_of_the_users_own_takes_every_scheme_of_one_layer(scheme):
 def test_a_block_of_the_users_own_refuses_what_needs_a_model(settings, message):
     with pytest.raises(ValueError, match=message):
         Routed(nn.Linear(8, 8), width=8, config=DepthConfig.from_flat(**settings))
+
+
+# The example of the documentation
+
+
+def test_the_scheme_of_the_documentation_is_added_by_changing_one_module(tmp_path):
+    # 1. Read the changes and the example from the page.
+    page = (ROOT / "docs" / "family.md").read_text()
+    (changes,) = re.findall(r"^```diff\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    # 2. Make the changes in a copy of the package.
+    shutil.copytree(ROOT / "mixdepth", tmp_path / "mixdepth")
+    module = tmp_path / "mixdepth" / "schemes.py"
+    source = module.read_text()
+    for change in changes.split("\n\n"):
+        lines = change.splitlines()
+        before = "\n".join(line[1:] for line in lines if line[0] != "+")
+        after = "\n".join(line[1:] for line in lines if line[0] != "-")
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    module.write_text(source)
+    # 3. Run the example with that copy.
+    script = f"{example}\nprint(mixdepth.__file__)"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert str(tmp_path) in ran.stdout
