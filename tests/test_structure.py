@@ -1,6 +1,7 @@
 """Imports point one way, cost what they should, and no name is used twice."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,14 @@ def test_imports_point_one_way():
             assert imported in LAYER_OF, f"{file} imports {imported!r} from the package itself, and not from its module"
             is_above = LAYER_OF[imported] < LAYER_OF[part] or imported == part
             assert is_above or (part, imported) in LATER, f"{file} imports {imported}"
+
+
+def test_the_design_page_has_the_layers():
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    table = page.split("## What may import what")[1].split("\n\n")[2]
+    first_cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    named = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert named == [name for names in LAYERS for name in names]
 
 
 def imported_by(code):
