@@ -34,6 +34,13 @@ BUGS = [
         test="test_config.py::test_slots_are_the_exact_ceiling_for_numbers_and_tensors_alike",
     ),
     Bug(
+        what="Top-k counts its winners on the CPU wherever the scores are.",
+        file="routes.py",
+        find="winners = torch.arange(scores.shape[1], device=scores.device)",
+        replace="winners = torch.arange(scores.shape[1])",
+        test="laws/test_law_11_device.py::test_a_training_step_stays_on_the_device[default]",
+    ),
+    Bug(
         what="The first slots hold the tokens that were not chosen.",
         file="routes.py",
         find="(~chosen).to(torch.uint8)",
