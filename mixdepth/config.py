@@ -77,9 +77,10 @@ class DepthConfig:
     by its gate; nothing is saved. See docs/family.md."""
 
     capacity: float | tuple[float, ...] = BY_SCHEME
-    """Share of the tokens that a routed layer processes, in (0, 1]. It is one number for all routed layers or one for
-    each; for `early_exit` it is a falling list, one for each exit. At 1 every token is chosen in every mode. The
-    default is 0.125, and 1 for `soft`. Paper: 0.125 is best of 0.125 to 0.95; lower capacities degrade."""
+    """Share of the tokens that a routed layer processes. It lies in (0, 1], and is one number for all routed layers or
+    one for each; for `early_exit` it is a falling list, one for each exit. At 1 every token is chosen in every
+    mode. The default is 0.125, and 1 for `soft`. Paper: 0.125 is best of 0.125 to 0.95; lower capacities
+    degrade."""
 
     every: int = 2
     """Route every n-th layer. Paper: every second layer; routing all of them is clearly worse."""
@@ -97,11 +98,11 @@ class DepthConfig:
     The router reads the stream where that part begins."""
 
     gate: Gate = BY_SCHEME
-    """How a score becomes the weight w in x + w * (block(x) - x). `raw`: the score itself. `sigmoid`, `tanh`: the
-    squashed score. `unit`: 1 + tanh(score), which starts at the block itself. `straight`: 1, with the score's gradient
-    for the router alone, so that the router learns and the block is unweighted. `one`: 1, and no gradient reaches the
-    router. The default is `raw`, and `sigmoid` for `soft`. Paper: raw in Eq. 1, though its Fig. 5 shows weights in [0,
-    1]."""
+    """How a score becomes the weight of a token. The weight is the w in x + w * (block(x) - x). `raw`: the score
+    itself. `sigmoid`, `tanh`: the squashed score. `unit`: 1 + tanh(score), which starts at the block itself.
+    `straight`: 1, with the score's gradient for the router alone, so that the router learns and the block is
+    unweighted. `one`: 1, and no gradient reaches the router. The default is `raw`, and `sigmoid` for `soft`. Paper:
+    raw in Eq. 1, though its Fig. 5 shows weights in [0, 1]."""
 
     gate_on: GateOn = "block"
     """Update that the weight multiplies. It is the update of everything that is routed (Eq. 1 of the paper), or the
@@ -116,12 +117,13 @@ class DepthConfig:
     """Standard deviation of the router's initial weights. At 0 all scores start at 0. Paper: not stated."""
 
     causal: CausalRule | None = None
-    """Rule that replaces top-k where later tokens are not known. `predictor`: a second, small network learns to predict
-    the top-k choice, with no gradient into the model. `aux_loss`: a loss moves the router's own score towards the
-    choice. `threshold`: the router's own score is compared with a running estimate of the k-th highest score, with no
-    loss (see `mixdepth.update_routers`). Paper: describes the first two. None is top-k in evaluation too, for blocks
-    that sample nothing; a language model samples, so `mixdepth.route` replaces None with `predictor`. Only
-    `expert_choice` and `early_exit` have such a rule: the other schemes are causal as they are."""
+    """Rule that chooses without later tokens. It replaces top-k in evaluation and sampling. `predictor`: a second,
+    small network learns to predict the top-k choice, with no gradient into the model. `aux_loss`: a loss moves the
+    router's own score towards the choice. `threshold`: the router's own score is compared with a running estimate
+    of the k-th highest score, with no loss (see `mixdepth.update_routers`). Paper: describes the first two. None is
+    top-k in evaluation too, for blocks that sample nothing; a language model samples, so `mixdepth.route` replaces
+    None with `predictor`. Only `expert_choice` and `early_exit` have such a rule: the other schemes are causal as
+    they are."""
 
     predictor_width: float = 0.125
     """Hidden units of the predictor as a fraction of the model's width. 0 makes it linear. Paper: not stated."""

@@ -69,15 +69,16 @@ class TrainConfig:
     """
 
     corpus: str = "stdlib"
-    """The text to train on: `stdlib` (the Python standard library's source, 11 MB), `python` (that and the source of
-    torch and transformers, 110 MB), a text file, a folder, a glob, a .jsonl or .parquet file, a dataset saved to disk,
-    or `hf:name[:config[:split]]` for a dataset of the hub."""
+    """Text to train on: `stdlib`, `python`, a file or a folder. `stdlib` is the source of the Python standard library
+    (11 MB), `python` adds the source of torch and transformers (110 MB). A glob, a .jsonl or .parquet file, a dataset
+    saved to disk, and `hf:name[:config[:split]]` for a dataset of the hub work too."""
 
     text_field: str = "text"
     """Name of the field that holds the text, in JSONL, parquet and datasets."""
 
     tokenizer: str = setting("bytes", only_for="fresh")
-    """The tokenizer: `bytes`, `bpe:SIZE` (trained on the corpus), or the name or folder of a Hugging Face tokenizer."""
+    """Tokenizer of the text. `bytes` has one token for each byte, and `bpe:SIZE` is trained on the corpus. Other values
+    are names or folders of Hugging Face tokenizers."""
 
     validation: float = 0.1
     """Share of the text that is held out for evaluation, in whole documents."""
@@ -126,7 +127,7 @@ class TrainConfig:
     """How tokens are routed. None is a dense model."""
 
     flops: float | None = setting(None, shared_in_studies=False)
-    """Budget in training FLOPs: three forward passes for each window, with attention, logits, routers and predictors.
+    """Budget in training FLOPs. A window costs three forward passes, with attention, logits, routers and predictors.
     Give this, `tokens` or `steps`."""
 
     tokens: float | None = setting(None, shared_in_studies=False)
@@ -175,7 +176,7 @@ class TrainConfig:
     intended share of the tokens. 0 leaves thresholds as they were learned. These passes do not count as FLOPs."""
 
     seed: int = setting(0, shared_in_studies=False)
-    """Random seed of the initial weights and of the order of the training windows."""
+    """Random seed of weights and data. It sets the initial weights and the order of the training windows."""
 
     bf16: bool = False
     """Compute in bfloat16 under autocast. Weights and routers stay in float32."""
