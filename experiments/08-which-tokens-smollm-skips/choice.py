@@ -89,9 +89,8 @@ def choosing(model: Any, layers: tuple[int, ...], capacity: float) -> Iterator[C
     routed = mixdepth.route(model, layers=layers, capacity=capacity, gate="one", causal="threshold")
 
     def loss(batch: Tensor, scores: Scores) -> float:
-        for index, router in zip(layers, routed.depth_routers, strict=True):
-            router.score = lambda x, found=scores[index]: found
-        return routed(input_ids=batch, labels=batch, use_cache=False).loss.item()
+        with mixdepth.given_scores(routed, {index: scores[index] for index in layers}):
+            return routed(input_ids=batch, labels=batch, use_cache=False).loss.item()
 
     try:
         with torch.no_grad(), mixdepth.lookahead(routed):

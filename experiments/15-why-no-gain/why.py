@@ -29,7 +29,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import mixdepth
 from mixdepth.hf.layer import RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.router import Router
 from mixdepth.routes import Route
 from mixdepth.runs.run import corpus_of
 
@@ -56,21 +55,23 @@ SHARES = (0.125, 0.25, 0.5)
 
 
 def choose_by_entropy(model: Any, capacity: float) -> None:
-    """In place of its noise, random routing takes the entropy of what this model foretells of the next byte.
+    """Give random routing the entropy of this model's predictions of the next byte, in place of its noise.
 
-    Before any routed model is made, whose class would have the old forward. A model that is loaded again has its noise.
+    A run makes its own model, so this changes the forward of the class, and must come before any routed model is made.
+    A model that is loaded again has its noise.
     """
     windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).train.windows(CONTEXT).spread(256)
     cut = torch.cat([uncertainty(model, ids) for ids in windows.batches(16)]).flatten().quantile(1 - capacity)
     shift = NormalDist().inv_cdf(1 - capacity) - cut  # where the causal rule of `random` cuts
-    forward, scores = RoutedCausalLM.routed_forward, list[Tensor]()
+    forward = RoutedCausalLM.routed_forward
 
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scores[:] = [uncertainty(model, kwargs["input_ids"] if "input_ids" in kwargs else args[0]) + shift]
-        return forward(self, *args, **kwargs)
+    def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        scores = uncertainty(model, ids) + shift  # (B, T)
+        with mixdepth.given_scores(self, dict.fromkeys(self.deciding_layers, scores)):
+            return forward(self, *args, **kwargs)
 
-    RoutedCausalLM.routed_forward = remember
-    Router.noise = lambda self, real, positions, with_step: scores[0].clone()
+    RoutedCausalLM.routed_forward = forward_with_scores
 
 
 @torch.no_grad()
