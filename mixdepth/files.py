@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and a clear word to the user."""
+"""Files that appear whole or not at all, and errors of reading and writing as plain sentences."""
 
 import errno
 import json
@@ -14,24 +14,29 @@ from filelock import Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-RESTORE = "restore it, or begin anew in another folder"
+TOO_LONG = "the name is too long"
+RESTORE = "restore it, or start again in another folder"
 
 
 def as_json(value: Any) -> str:
+    """Return a value as the text of a JSON file."""
     return json.dumps(value, indent=2) + "\n"
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    """Write a value to a JSON file, which appears whole or not at all."""
     write_text(path, as_json(value))
 
 
 def without_nan(value: Any) -> Any:
-    """The same value with None in place of NaN and infinity, which JSON does not know."""
+    """Return the same value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def check_name(path: str | Path) -> None:
@@ -39,15 +44,18 @@ def check_name(path: str | Path) -> None:
     try:
         os.lstat(path)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no file: a name cannot hold the character NUL") from error
+        raise ValueError(f"{str(path)!r} is not a file: a name cannot hold the character NUL") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(explained(error)) from error
 
 
 def is_inside(name: Any) -> bool:
-    """Whether a name that a file tells is that of a file in the same folder, or below it."""
-    return isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    """Say whether a name that is written in a file is that of a file in the same folder, or below it."""
+    if not isinstance(name, str):
+        return False
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def shortened(text: str, length: int = 60) -> str:
@@ -56,15 +64,17 @@ def shortened(text: str, length: int = 60) -> str:
 
 
 def explained(error: Exception) -> str:
-    """An error as a sentence, without the number that the system has for it."""
+    """Return an error as a sentence, without the number that the system has for it."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
-    said = "the name is too long" if error.errno == errno.ENAMETOOLONG else error.strerror
-    return said if error.filename is None else f"{str(error.filename)!r}: {said}"
+    reason = TOO_LONG if error.errno == errno.ENAMETOOLONG else error.strerror
+    if error.filename is None:
+        return reason
+    return f"{str(error.filename)!r}: {reason}"
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write aside, then rename: whoever reads the file reads all of it."""
+    """Write to a temporary file, then rename it: a reader sees all of the text or none of it."""
     aside = Path(f"{path}.part")
     try:
         with open(aside, "w", encoding="utf-8") as file:
@@ -78,7 +88,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_json(path: Path, keys: Sequence[str] = (), way_out: str = RESTORE) -> Any:
-    """What a file says; if `keys` are given, an object that has them all."""
+    """Read a JSON file. If `keys` are given, it must be an object that has them all."""
     check_name(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -91,19 +101,21 @@ def read_json(path: Path, keys: Sequence[str] = (), way_out: str = RESTORE) -> A
 
 
 def check_keys(value: Any, keys: Sequence[str], path: Path, way_out: str = RESTORE) -> None:
-    """Refuse a part of a file that is no object with these keys."""
-    missing = [key for key in keys if not isinstance(value, dict) or key not in value]
-    if missing:
-        raise ValueError(f"{str(path)!r} is damaged (it has no {missing[0]!r}): {way_out}")
+    """Refuse a part of a file that is not an object with these keys."""
+    for key in keys:
+        if not isinstance(value, dict) or key not in value:
+            raise ValueError(f"{str(path)!r} is damaged (it has no {key!r}): {way_out}")
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where room is lacking."""
+"""The numbers of errors for a full disk."""
+NAME_OF_ERROR = re.compile(r"^(\w+\.)*\w+(Error|Exception): ")
+NUMBER_OF_ERROR = re.compile(r"\[Errno \d+\] ")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in writing, in one sentence: each library has its own kind of error for a full disk."""
+    """Turn an error in writing into one sentence: each library has its own kind of error for a full disk."""
     try:
         yield
     except Timeout:  # an OSError too
@@ -121,16 +133,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Why something could not be written, without the class and the number of the error."""
+    """Say why something could not be written, without the class and the number of the error."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return "the name is too long"
-    said = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    said = re.sub(r"^(\w+\.)*\w+(Error|Exception): ", "", said)
-    return re.sub(r"\[Errno \d+\] ", "", said)
+        return TOO_LONG
+    reason = getattr(error, "strerror", None)
+    if not reason:
+        lines = str(error).strip().splitlines()
+        reason = lines[-1] if lines else type(error).__name__
+    reason = NAME_OF_ERROR.sub("", reason)
+    return NUMBER_OF_ERROR.sub("", reason)
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether room is lacking. Libraries that write for us may say so in words alone."""
+    """Say whether the disk is full. Libraries that write for us may say so in words only."""
     number = getattr(error, "errno", None)
-    words = [os.strerror(code) for code in FULL]
-    return number in FULL if number is not None else any(word in str(error) for word in words)
+    if number is not None:
+        return number in FULL
+    return any(os.strerror(code) in str(error) for code in FULL)

@@ -1,4 +1,4 @@
-"""What this machine is and can do at best."""
+"""What this machine is, and how fast it is at best."""
 
 import functools
 import os
@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 
 PEAK_SIZE = 1024
+"""The rows and columns of the matrices that are multiplied to measure the peak."""
 
 
 @functools.cache
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """FLOPs in a second of a large matrix product: what this machine can do at best."""
-    x = torch.ones(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)
+    """Measure the FLOPs per second of a large matrix product, which this machine does not exceed."""
+    x = torch.ones(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)  # (PEAK_SIZE, PEAK_SIZE)
 
     def measure(repeats: int) -> float:
+        """Return the seconds that this many products take."""
         start = time.perf_counter()
         for _ in range(repeats):
             y = x @ x
@@ -31,7 +33,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) 
 
 
 def describe_machine(device: torch.device | None = None) -> str:
-    """The machine in a line: the accelerator, or processor, threads and what of it is used."""
+    """Describe the machine in a line: its accelerator, or its processor, threads and instructions."""
     if device is not None and device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     if device is not None and device.type != "cpu":
@@ -39,14 +41,17 @@ def describe_machine(device: torch.device | None = None) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    cpu = f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    if names:
+        cpu = f"{len(names)} x {names[0]}"
+    else:
+        cpu = platform.processor() or platform.machine()
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all instructions")
     return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, oneDNN: {isa}"
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Models this small gain little from a second thread, and on a busy machine each waits for the other."""
+    """Compute with one thread. Small models gain little from a second one, and on a busy machine each has to wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,37 +1,43 @@
-"""Numbers as one writes them, and rows of text in columns."""
+"""Numbers as people write them, rows of text in columns, and messages to the user."""
 
 import sys
 from collections.abc import Iterable, Sequence
 
 
 def columns(rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """To the right, but for the columns named in `left`.
+    """Align cells in columns to the right; the columns whose numbers are in `left` are aligned to the left.
 
     >>> print(columns([["name", "size"], ["a", "10"]], left=(0,)))
     name  size
     a       10
     """
     rows = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = []
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if index in left else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def short(number: float) -> str:
-    """As one writes it.
+    """Return a number in a few characters.
 
     >>> short(2e9), short(3e13), short(12)
     ('2e9', '3e13', '12')
     """
     digits, _, exponent = f"{number:.3g}".partition("e+")
-    return f"{digits}e{int(exponent)}" if exponent else digits
+    if not exponent:
+        return digits
+    return f"{digits}e{int(exponent)}"
 
 
 def parse_value(text: str) -> object:
-    """A number, a word, a list as in 0.5,0.25, or `none`. The settings say what is wrong with it."""
+    """Read a number, a word, a list as in 0.5,0.25, or `none`. The settings check whether the value makes sense."""
     if "," in text:
         return tuple(parse_value(part) for part in text.split(",") if part)
     for kind in (int, float):
@@ -43,4 +49,5 @@ def parse_value(text: str) -> object:
 
 
 def tell(sentence: str) -> None:
+    """Print a message to the user, next to what a command prints as its result."""
     print(f"mixdepth: {sentence}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The model card of a folder: what the model is, how it is routed, what was measured, how it is loaded."""
+"""The model card of a folder: what the model is, how it is routed, what was measured, and how to load it."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -12,52 +12,85 @@ from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.hf.names import PREFIX
 
 CARD = "README.md"
-TOLD = ("scheme", "capacity", "target", "gate", "causal")
-"""Settings of the routing that a card tells beside the layers."""
+ROUTING_SETTINGS = ("scheme", "capacity", "target", "gate", "causal")
+"""Settings of the routing that a card lists, besides the routed layers."""
+
+
+class Origin(NamedTuple):
+    """What a model was made from in the end, and its licence."""
+
+    base: str | None
+    licence: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the base is no name of the hub, so that others cannot follow it."""
+        return self.base is None or Path(self.base).is_absolute() or Path(self.base).exists()
 
 
 def write_card(
     folder: Path, title: str, model: Any, original: str | None, about: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> None:
     """Write README.md for the model that was saved in this folder; `about` and `measured` become tables."""
+    origin = _origin(original)
     is_routed = isinstance(model, RoutedCausalLM)
-    base, licence = _origin(original)
-    is_local = base is None or Path(base).is_absolute() or Path(base).exists()
+    lines = [*_head(title, origin, is_routed), "", *_description(model, origin)]
+    if about:
+        lines += ["", *_table(about)]
+    if measured:
+        lines += ["", "## Measured", "", *_table(measured)]
+    lines += ["", *_use(title, is_routed)]
+    write_text(folder / CARD, "\n".join(lines) + "\n")
+
+
+def _head(title: str, origin: Origin, is_routed: bool) -> list[str]:
+    """Return the metadata that the hub reads, and the title."""
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["mixture-of-depths", "mixdepth"] if is_routed else None,
-        base_model=None if is_local else base,
-        license=licence,
+        base_model=None if origin.is_local else origin.base,
+        license=origin.licence,
     )
-    parts = ["---", metadata.to_yaml(), "---", "", f"# {title}", ""]
+    return ["---", metadata.to_yaml(), "---", "", f"# {title}"]
+
+
+def _description(model: Any, origin: Origin) -> list[str]:
+    """Say what the model is, and how it is routed."""
     kind = model.config.model_type.removeprefix(PREFIX)
-    parts += [f"A {kind} model" + ("" if base is None else f" made from {Path(base).name if is_local else base}") + "."]
-    if is_routed:
-        parts += [
+    sentence = f"A {kind} model"
+    if origin.base is not None:
+        base = Path(origin.base).name if origin.is_local else origin.base
+        sentence += f" made from {base}"
+    lines = [f"{sentence}."]
+    if isinstance(model, RoutedCausalLM):
+        settings = {name: getattr(model.depth_config, name) for name in ROUTING_SETTINGS}
+        lines += [
             "It is a [Mixture-of-Depths](https://arxiv.org/abs/2404.02258) transformer: routed layers process some "
             "of the tokens and are skipped by the others.",
             "",
-            *_table({"routed layers": model.deciding_layers, **{n: getattr(model.depth_config, n) for n in TOLD}}),
+            *_table({"routed layers": model.deciding_layers, **settings}),
         ]
-    if about:
-        parts += ["", *_table(about)]
-    if measured:
-        parts += ["", "## Measured", "", *_table(measured)]
-    parts += ["", "## Use", "", "```python"]
-    parts += ["import mixdepth  # makes routed models known to transformers"] if is_routed else []
-    parts += [
+    return lines
+
+
+def _use(title: str, is_routed: bool) -> list[str]:
+    """Show how the model is loaded."""
+    lines = ["## Use", "", "```python"]
+    if is_routed:
+        lines.append("import mixdepth  # makes routed models known to transformers")
+    lines += [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f'model = AutoModelForCausalLM.from_pretrained("{title}")',
         f'tokenizer = AutoTokenizer.from_pretrained("{title}")',
         "```",
     ]
-    write_text(folder / CARD, "\n".join(parts) + "\n")
+    return lines
 
 
 def write_adapter_card(folder: Path, title: str, original: str) -> None:
-    """Write README.md for an adapter, in place of peft's empty form."""
+    """Write README.md for an adapter, in place of the empty form that peft writes."""
     write_text(
         folder / CARD,
         f"# Adapter of {title}\n\nLow-rank adapters and routers for the converted model {Path(original).name}, which "
@@ -66,28 +99,34 @@ def write_adapter_card(folder: Path, title: str, original: str) -> None:
     )
 
 
-def _origin(original: str | None) -> tuple[str | None, str | None]:
-    """What a model was made from in the end, and its licence: a local folder's own card may tell of both."""
+def _origin(original: str | None) -> Origin:
+    """Find what a model was made from in the end. A local folder's own card may say what that one was made from."""
     if original == smollm2.NAME:
-        return smollm2.HUB_NAME, smollm2.LICENCE
-    path = Path(original or "") / CARD
-    if original is None or not path.is_file():
-        return original, None
+        return Origin(smollm2.HUB_NAME, smollm2.LICENCE)
+    if original is None:
+        return Origin(None, None)
+    path = Path(original) / CARD
+    if not path.is_file():
+        return Origin(original, None)
     try:
-        told = ModelCard.load(path).data
-    except Exception:  # somebody's own file, which need not be a card
-        return original, None
-    base = told.base_model[0] if isinstance(told.base_model, list) else told.base_model  # of a merge, the first
-    return base or original, told.license
+        metadata = ModelCard.load(path).data
+    except Exception:  # a README.md that a user wrote need not be a card
+        return Origin(original, None)
+    base = metadata.base_model
+    if isinstance(base, list):  # of a merge
+        base = base[0]
+    return Origin(base or original, metadata.license)
 
 
 def _table(rows: Mapping[str, Any]) -> list[str]:
+    """Return a table of two columns in Markdown."""
     return ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())]
 
 
 def _cell(value: Any) -> str:
+    """Return a value as it stands in a table."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(_cell, value))
+        return ", ".join(_cell(part) for part in value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).replace("|", "\\|").replace("\n", " ")

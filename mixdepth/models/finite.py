@@ -1,4 +1,4 @@
-"""Weights that are not finite: with them a model computes nothing, and routers choose nobody in silence."""
+"""Weights that are not finite: with them a model computes nothing, and its routers choose no token, without a word."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -41,12 +41,13 @@ def check_computes(model: Any, name: str) -> None:
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a folder holds, tied ones once. A threshold that was never estimated is NaN by
-    right, and is left out."""
+    """Yield the parameters and buffers that a folder holds, tied ones once.
+
+    A threshold that was never estimated is NaN, as it should be, and is left out.
+    """
     seen = set()
     for prefix, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) in seen or name in module._non_persistent_buffers_set:
                 continue
             seen.add(id(tensor))
@@ -56,17 +57,19 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_awaited(router: Chooser) -> bool:
-    """Whether the router's threshold is yet to be estimated."""
+    """Say whether the router's threshold is still to be estimated."""
     return router.estimates and not router.threshold.is_meta and bool(router.threshold.isnan().all())
 
 
 def _problem(tensor: Tensor) -> str | None:
-    """What in the tensor is not finite. The extremes show it: a NaN is passed on by both of them."""
+    """Say what in the tensor is not finite. Its extremes show it: if there is a NaN, both are NaN."""
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return None
     if tensor.dtype.itemsize == 1:  # torch finds no extremes of 8 bits
         tensor = tensor.float()
-    extremes = torch.stack(torch.aminmax(tensor))
+    extremes = torch.stack(torch.aminmax(tensor))  # (2,)
     if extremes.isnan().any():
         return "NaN"
-    return "infinity" if extremes.isinf().any() else None
+    if extremes.isinf().any():
+        return "infinity"
+    return None

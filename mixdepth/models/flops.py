@@ -1,8 +1,7 @@
-"""What a forward pass costs: matrix products, two FLOPs for each multiply-add.
+"""What a forward pass costs: matrix products, at two FLOPs for each multiply-add.
 
-Counted are all linear maps, attention (every pair of tokens, no discount for the causal half), experts,
-routers, predictors and logits; embeddings are look-ups and cost nothing. A training step costs three
-forward passes.
+All linear maps count, attention (every pair of tokens, no discount for the causal half), experts, routers, predictors
+and logits. Embeddings are look-ups and cost nothing. A training step costs three forward passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from mixdepth.hf.architectures import attention_module, decoder_layers, expert_b
 from mixdepth.hf.install import route
 from mixdepth.hf.layer import RoutedExperts, RoutedLayer
 from mixdepth.hf.model import RoutedCausalLM
-from mixdepth.hf.names import SUPPORTED
+from mixdepth.hf.names import PREFIX, SUPPORTED
 from mixdepth.models.shape import model_config
 from mixdepth.modes import active
 from mixdepth.router import Chooser
@@ -28,16 +27,20 @@ NOT_COUNTED = {
     "diffllama": "its attention takes each product twice",
     "modernbert-decoder": "it has a further layer before its logits",
 }
-"""Architectures whose products are other than those of their linear layers and attention, and why."""
+"""Architectures with products besides those of their linear layers and attention, and the reason for each."""
 
 
 class LayerFlops(NamedTuple):
     """FLOPs of one decoder layer, by what they are spent on."""
 
-    tokens: int  # that go through what is routed, or through the layer
-    router: int  # with its predictor
-    attention: int  # projections and scores
-    mlp: int  # with experts and their gate
+    tokens: int
+    """How many tokens go through what is routed, or through the layer."""
+    router: int
+    """FLOPs of the router with its predictor."""
+    attention: int
+    """FLOPs of projections and scores."""
+    mlp: int
+    """FLOPs of the MLP, or of experts and their gate."""
 
     @property
     def total(self) -> int:
@@ -72,10 +75,10 @@ def flops_table(count: FlopCount) -> str:
 
 
 def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = None) -> FlopCount:
-    """FLOPs of a forward pass over one sequence of `num_tokens`, as training runs it: routed layers at their
-    capacity; or, by the index of each layer with a router, at the number of tokens that it has `taken`.
+    """Count the FLOPs of a forward pass over one sequence of `num_tokens`, as training runs it.
 
-    Experts that tokens choose are counted at equal loads, so that no-op experts save their share.
+    Routed layers count at their capacity; or at the number of tokens in `taken`, by the index of each layer with a
+    router. Experts that tokens choose count at equal loads, so that no-op experts save their share.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
@@ -86,9 +89,11 @@ def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = N
         raise ValueError(f"num_tokens must be a whole number of at least 1, not {num_tokens!r}")
     check_counted(model)
     config = model.config.get_text_config(decoder=True)
-    layers, last_chosen = [], num_tokens
+    layers = []
+    last_chosen = num_tokens  # after an exit, layers without a router process what the exit kept
     for index, layer in enumerate(decoder_layers(model)):
-        chosen, router = num_tokens, 0
+        chosen = num_tokens
+        router = 0
         if isinstance(layer, RoutedLayer):
             chooser = active(layer.depth_router)
             if chooser is not None:
@@ -96,63 +101,84 @@ def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = N
                 router = num_tokens * token_flops(chooser)
             chosen = last_chosen
         attending, feeding = tokens_of_halves(layer, num_tokens, chosen)
-        layers.append(LayerFlops(chosen, router, *layer_flops(layer, config, attending, attending**2, feeding)))
-    return FlopCount(tuple(layers), num_tokens * token_flops(model.get_output_embeddings()))
+        attention, mlp = layer_flops(layer, config, attending, attending**2, feeding)
+        layers.append(LayerFlops(tokens=chosen, router=router, attention=attention, mlp=mlp))
+    return FlopCount(layers=tuple(layers), logits=num_tokens * token_flops(model.get_output_embeddings()))
 
 
 def check_counted(model: Any) -> None:
     """Refuse a model whose FLOPs are not counted."""
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__).removeprefix("mixdepth_")
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", type(model).__name__).removeprefix(PREFIX)
     if model_type not in SUPPORTED or model_type in NOT_COUNTED or model.get_output_embeddings() is None:
-        reason = NOT_COUNTED.get(model_type, "it is no causal language model of a kind that can be routed")
+        reason = NOT_COUNTED.get(model_type, "it is not a causal language model of a kind that can be routed")
         raise ValueError(f"the FLOPs of {type(model).__name__} ({model_type!r}) are not counted: {reason}")
 
 
 def layer_flops(layer: Any, config: Any, attending: int, pairs: int, feeding: int) -> tuple[int, int]:
-    """FLOPs of a layer's attention, for so many tokens and `pairs` of a query and a key, and of its MLP."""
+    """Return the FLOPs of a layer's attention and of its MLP.
+
+    `attending` tokens go through attention, which has `pairs` pairs of a query and a key, and `feeding` tokens go
+    through the MLP.
+    """
+    # 1. Attention: the projections of each token, and the scores and values of each pair.
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_width, value_width = (getattr(config, name, None) or head_width for name in ("qk_head_dim", "v_head_dim"))
+    key_width = getattr(config, "qk_head_dim", None) or head_width
+    value_width = getattr(config, "v_head_dim", None) or head_width
     projections = token_flops(attention_module(layer))
-    mlp = token_flops(layer) - projections
     attention = attending * projections + 2 * pairs * heads * (key_width + value_width)
+
+    # 2. The MLP: all other linear maps of the layer, and its experts.
+    mlp = token_flops(layer) - projections
     return attention, feeding * mlp + _expert_flops(layer, feeding)
 
 
 def _expert_flops(layer: Any, num_tokens: int) -> int:
-    """FLOPs of the layer's experts and their gate."""
+    """Return the FLOPs of the layer's experts and their gate, for this many tokens."""
+    # 1. Experts are weights with three dimensions, of which the first is the expert.
     stacked = [name for name, parameter in layer.named_parameters() if parameter.ndim == 3]
     if not stacked:
         return 0
     block = expert_block(layer)
     if block is None or not hasattr(block.gate, "top_k") or getattr(block.gate, "weight", None) is None:
         raise ValueError(f"the FLOPs of experts ({stacked[0]} in {type(layer).__name__}) are not counted")
+
+    # 2. How many pairs of a token and an expert there are: those at no-op experts cost nothing.
     num_experts: int = block.experts.num_experts
     num_all = block.gate.weight.shape[0]
     pairs: int = num_tokens * block.gate.top_k * num_experts // num_all
-    chooser = active(block.depth_router) if isinstance(block, RoutedExperts) else None
-    if chooser is not None and chooser.capacity is not None:
-        limit = num_experts * slots(chooser.capacity, num_tokens)
-        pairs = limit if chooser.experts_choose else min(pairs, limit)
-    one_expert: int = sum(p.numel() for p in block.experts.parameters() if p.ndim == 3) // num_experts
+    if isinstance(block, RoutedExperts):
+        chooser = active(block.depth_router)
+        if chooser is not None and chooser.capacity is not None:
+            most_pairs = num_experts * slots(chooser.capacity, num_tokens)
+            pairs = most_pairs if chooser.experts_choose else min(pairs, most_pairs)
+
+    # 3. What one pair costs, and the gate.
+    weights = [parameter.numel() for parameter in block.experts.parameters() if parameter.ndim == 3]
+    one_expert: int = sum(weights) // num_experts
     gate: int = block.gate.weight.numel()
     return 2 * num_tokens * gate + 2 * pairs * one_expert
 
 
 def token_flops(module: nn.Module | None) -> int:
-    """FLOPs of the module's linear maps for one token, without routers: two for each weight."""
+    """Return the FLOPs of the module's linear maps for one token, without routers: two for each weight."""
     return 2 * _weights(module)
 
 
 def _weights(module: nn.Module | None) -> int:
+    """Count the weights of all linear maps in a module, without those of routers in it."""
     if module is None:
         return 0
-    weights: int = sum(m.weight.numel() for m in module.modules() if isinstance(m, Conv1D))
-    # by its features, since a quantised weight is packed
-    weights += sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
-    if isinstance(module, Chooser):
-        return weights
-    return weights - sum(_weights(m) for m in module.modules() if isinstance(m, Chooser))
+    number = 0
+    for part in module.modules():
+        if isinstance(part, Conv1D):
+            number += part.weight.numel()
+        elif isinstance(part, nn.Linear):
+            number += part.in_features * part.out_features  # a quantised weight is packed, so its size does not say
+        elif isinstance(part, Chooser) and part is not module:
+            number -= _weights(part)
+    return number
 
 
 def flops_report(
@@ -177,7 +203,7 @@ def flops_report(
         lines = [f"{type(model).__name__}, {size}, {num_tokens} tokens", flops_table(count)]
         # 3. Compare a routed model with the dense model of the same shape.
         if isinstance(model, RoutedCausalLM):
-            dense_type = model.config.model_type.removeprefix("mixdepth_")
+            dense_type = model.config.model_type.removeprefix(PREFIX)
             dense_config = CONFIG_MAPPING[dense_type].from_dict(model.config.to_dict())
             dense = count_flops(AutoModelForCausalLM.from_config(dense_config), num_tokens).total
             lines.append(

@@ -1,6 +1,9 @@
-"""What a model's folder asks for, held against what it has, before anything is built: a folder may be damaged, or be
-somebody else's."""
+"""Checks that a model's folder has what its config.json asks for, before anything is built.
 
+A folder may be damaged, or come from a stranger.
+"""
+
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,58 +16,70 @@ from mixdepth.files import is_inside, read_json
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""What architectures call it."""
+"""The names that architectures have for their number of layers."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Settings whose value may be a repository of the hub, from which transformers would fetch code."""
-WHOLE_NUMBERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+"""Settings whose value may be a repository of the hub: transformers would fetch code from it."""
+INTEGER_TYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 COPY_AGAIN = "copy or save the model again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What weights files hold, by their headers."""
+    """What weights files hold, according to their headers."""
 
     tensors: int
     numbers: int
-    has_whole_numbers: bool
+    has_integers: bool
+    """Whether some tensors are integers, as quantised weights are."""
 
 
 def check_config(name: str, config: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """Refuse a config.json that the weights files cannot fit, or that would fetch code.
+    """Refuse a config.json that would fetch code, or that does not fit the weights files.
 
-    Without files (of a name of the hub they are not here yet) the sizes are not looked at.
+    A name of the hub has no files here yet, and its sizes are not compared.
     """
-    settings = list(_settings(config))
-    for key, value in settings:
-        if key in KERNELS:
-            for word in _words(value):
-                if "/" in word:
-                    raise ValueError(
-                        f"config.json of {name!r} says {key}={word!r}, and no kernel is fetched: take it out of there"
-                    )
+    _check_kernels(name, config)
     if not files:
         return
     contents = contents_of(files)
-    for key, value in settings:
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if is_number and key in NUMBERS_OF_LAYERS and value > contents.tensors:
-            held = f"{contents.tensors:,} tensors"
-        elif is_number and key == "num_labels" and value > contents.numbers:
-            held = f"{contents.numbers:,} numbers"
-        else:
-            continue
-        raise ValueError(f"{name!r} is damaged: its config.json says {key}={value}, and its weights are {held}")
+    _check_sizes(name, config, contents)
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    if method == "bitsandbytes" and not contents.has_whole_numbers:
+    if method == "bitsandbytes" and not contents.has_integers:
         raise ValueError(
             f"{name!r} is damaged: its config.json says that {method} has quantised the weights, and they are plain "
             "numbers; take quantization_config out of it"
         )
 
 
+def _check_kernels(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a config.json that names a kernel of the hub."""
+    for key, value in _settings(config):
+        if key not in KERNELS:
+            continue
+        for word in _words(value):
+            if "/" in word:
+                raise ValueError(
+                    f"config.json of {name!r} says {key}={word!r}, and no kernel is fetched: take it out of there"
+                )
+
+
+def _check_sizes(name: str, config: Mapping[str, Any], contents: Contents) -> None:
+    """Refuse a config.json with more layers or labels than the weights can have."""
+    for key, value in _settings(config):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if key in NUMBERS_OF_LAYERS and value > contents.tensors:
+            size = f"{contents.tensors:,} tensors"
+        elif key == "num_labels" and value > contents.numbers:
+            size = f"{contents.numbers:,} numbers"
+        else:
+            continue
+        raise ValueError(f"{name!r} is damaged: its config.json says {key}={value}, and its weights are {size}")
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors that transformers reads in a folder; an index that leads out of it is refused."""
+    """List the safetensors that transformers reads in a folder. An index that leads out of the folder is refused."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / INDEX
@@ -82,23 +97,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contents_of(files: Sequence[Path]) -> Contents:
-    """What these files hold. Their headers are read, and none of the numbers."""
-    tensors, numbers, has_whole_numbers = 0, 0, False
+    """Return what these files hold. Only their headers are read."""
+    tensors = 0
+    numbers = 0
+    has_integers = False
     for path in files:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            for name in file.keys():  # noqa: SIM118  (it is not a mapping)
                 tensor = file.get_slice(name)
-                number = 1
-                for size in tensor.get_shape():
-                    number *= size
                 tensors += 1
-                numbers += number
-                has_whole_numbers |= tensor.get_dtype() in WHOLE_NUMBERS
-    return Contents(tensors=tensors, numbers=numbers, has_whole_numbers=has_whole_numbers)
+                numbers += math.prod(tensor.get_shape())
+                has_integers |= tensor.get_dtype() in INTEGER_TYPES
+    return Contents(tensors=tensors, numbers=numbers, has_integers=has_integers)
 
 
 def _settings(config: Any) -> Iterator[tuple[str, Any]]:
-    """All settings of a config, those of its parts too."""
+    """Yield all settings of a config, and those of its parts."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield key, value
@@ -106,7 +120,7 @@ def _settings(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """The words in a setting, which may be one or one for each part of the model."""
+    """Yield the words in a setting, which may be one word, or one for each part of the model."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

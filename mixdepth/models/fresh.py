@@ -1,4 +1,4 @@
-"""Fresh models by their settings, and the shape that has a given cost."""
+"""Fresh models of given settings, and the shape of a model that has a given cost."""
 
 import bisect
 import functools
@@ -18,64 +18,93 @@ from mixdepth.runs.settings import TrainConfig
 
 
 def with_shape(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """The settings with `shape` resolved to layers and width."""
+    """Return the settings with layers and width in place of `shape`."""
     if config.shape is None:
         return config
-    rest = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
-    layers, width = find_shape(config.shape, config.depth, vocab_size=vocab_size, context=config.context, **rest)
+    layers, width = find_shape(
+        config.shape,
+        config.depth,
+        vocab_size=vocab_size,
+        context=config.context,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+    )
     return replace(config, layers=layers, width=width, shape=None)
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> Any:
-    """A fresh model; the weights of a dense and a routed model of one seed are the same."""
+    """Make a fresh model. A dense and a routed model of one seed have the same weights, apart from the routers."""
     torch.manual_seed(config.seed)
     shape = model_config(
-        config.layers,
-        config.width,
-        vocab_size,
-        config.num_experts,
-        config.experts_per_token,
-        config.context,
-        config.heads,
+        layers=config.layers,
+        width=config.width,
+        vocab_size=vocab_size,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        context=config.context,
+        heads=config.heads,
     )
     model = AutoModelForCausalLM.from_config(shape)
-    return model if config.depth is None else route(model, config.depth)
+    if config.depth is None:
+        return model
+    return route(model, config.depth)
+
+
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+WIDTHS = range(32, 16384, 16)
+"""The widths that are looked at."""
+FARTHEST = 0.5
+"""How far the nearest shape may be from the target, as a logarithm."""
 
 
 def find_shape(target: str, depth: DepthConfig | None = None, *, context: int = 256, **shape: int) -> tuple[int, int]:
-    """Layers and width of the model nearest to `params=1.5M` (parameters) or `flops=2M` (of a forward pass, for each
-    token of a window of `context`); `shape` is the rest of `model_config`.
+    """Find layers and width of the model that is nearest to a target.
+
+    `target` is `params=1.5M` (parameters) or `flops=2M` (of a forward pass, for each token of a window of `context`);
+    `shape` has the other arguments of `model_config`.
 
     >>> find_shape("params=1M")
     (6, 96)
     """
+    # 1. Read the target.
     kind, _, amount = target.partition("=")
     match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMGB]?)", amount)
     if kind not in ("params", "flops") or match is None:
         raise ValueError(f"shape must be as in 'params=1.5M' or 'flops=2M', not {target!r}")
-    goal = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}[match[2]]
+    goal = float(match[1]) * UNITS[match[2]]
 
     @functools.cache
     def distance(width: int, layers: int) -> float:
-        """How far from the goal, as a logarithm; negative for what costs less."""
+        """Return how far a shape is from the goal, as a logarithm. It is negative for a shape that costs less."""
+        if not goal:
+            return math.inf
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 model_config(layers=layers, width=width, context=context, **shape)
             )
-            model = model if depth is None else route(model, depth)
+            if depth is not None:
+                model = route(model, depth)
             cost = model.num_parameters() if kind == "params" else count_flops(model, context).total / context
-        return math.log(cost / goal) if goal else math.inf
+        return math.log(cost / goal)
 
-    widths = range(32, 16384, 16)
-    nearest = bisect.bisect(widths, 0.0, key=lambda width: distance(width, _usual_layers(width)))
-    around = widths[max(0, nearest - 2) : nearest + 2]
-    tried = [(width, _usual_layers(width) + more) for width in around for more in (-2, 0, 2)]
-    width, layers = min(((w, n) for w, n in tried if n >= 2), key=lambda shape: abs(distance(*shape)))
-    if abs(distance(width, layers)) > 0.5:
+    # 2. Find the nearest width among shapes of the usual proportions, then try more and fewer layers around it.
+    nearest = bisect.bisect(WIDTHS, 0.0, key=lambda width: distance(width, _usual_layers(width)))
+    candidates = []
+    for width in WIDTHS[max(0, nearest - 2) : nearest + 2]:
+        for more in (-2, 0, 2):
+            layers = _usual_layers(width) + more
+            if layers >= 2:
+                candidates.append((width, layers))
+    width, layers = min(candidates, key=lambda candidate: abs(distance(*candidate)))
+    if abs(distance(width, layers)) > FARTHEST:
         raise ValueError(f"no shape is near {target!r}: the nearest has {layers} layers of width {width}")
     return layers, width
 
 
 def _usual_layers(width: int) -> int:
-    """An even number that grows with the width: 4 at 64, 8 at 128, 12 at 192, 18 at 768, 32 at 2048."""
+    """Return an even number of layers that grows with the width.
+
+    >>> [_usual_layers(width) for width in (64, 128, 192, 768, 2048)]
+    [4, 8, 12, 18, 32]
+    """
     return max(2, 2 * round(min(width / 16, 10 + width / 96) / 2))

@@ -6,6 +6,8 @@ from transformers import LlamaConfig, MixtralConfig
 
 from mixdepth.config import check_integer
 
+HEAD_WIDTH = 16
+"""The width of a head in narrow models."""
 WIDE = 256
 """From this width on heads are twice as wide."""
 
@@ -19,35 +21,58 @@ def model_config(
     context: int = 2048,
     heads: int | None = None,
 ) -> Any:
-    """A Llama of this shape, or a Mixtral if it has experts; logits share their weights with the embedding."""
+    """Return the config of a Llama of this shape, or of a Mixtral if it has experts.
+
+    Logits share their weights with the embedding.
+    """
+    # 1. Check the shape.
     for name, value in {"layers": layers, "width": width, "vocab_size": vocab_size, "context": context}.items():
         check_integer(name, value, minimum=1)
-    if width % 16:
-        raise ValueError(f"width must be a multiple of 16, the width of a head, not {width}")
+    if width % HEAD_WIDTH:
+        raise ValueError(f"width must be a multiple of {HEAD_WIDTH}, the width of a head, not {width}")
     num_heads = default_heads(width) if heads is None else heads
     check_integer("heads", num_heads, minimum=1)
     if width % (2 * num_heads):
         raise ValueError(
-            f"heads must divide width={width} into even parts, not be {num_heads}: give {width // 16}, say"
+            f"heads must divide width={width} into even parts, not be {num_heads}: give {width // HEAD_WIDTH}, say"
         )
-    shape = {"vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers}
-    shape |= {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "max_position_embeddings": context}
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's business
+
+    # 2. What both kinds of model have.
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+        # the tokenizer says which tokens these are
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     if num_experts == 0:
-        return LlamaConfig(**shape, **tokens, intermediate_size=4 * width, tie_word_embeddings=True)
+        return LlamaConfig(**common, intermediate_size=4 * width)
+
+    # 3. Experts. Those of a token cost as many FLOPs as a dense MLP of four times the width.
     check_integer("num_experts", num_experts, minimum=0)
     if not 1 <= experts_per_token <= num_experts:
         raise ValueError(f"experts_per_token must be from 1 to num_experts={num_experts}, not {experts_per_token}")
-    share = 4 * width // experts_per_token  # as many FLOPs as a dense MLP of four times the width
-    experts = {"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token}
-    experts |= {"output_router_logits": True}  # without which transformers has no balance loss
-    return MixtralConfig(**shape, **tokens, **experts, intermediate_size=share, tie_word_embeddings=True)
+    return MixtralConfig(
+        **common,
+        num_local_experts=num_experts,
+        num_experts_per_tok=experts_per_token,
+        output_router_logits=True,  # without it transformers has no balance loss
+        intermediate_size=4 * width // experts_per_token,
+    )
 
 
 def default_heads(width: int) -> int:
-    """Heads of 16 in small models, of 32 in others: LOG.md, section 5.
+    """Return the number of heads: their width is 16 in narrow models and 32 in others, which was best when measured.
 
     >>> default_heads(64), default_heads(80), default_heads(256)
     (4, 5, 8)
     """
-    return width // 16 if width < WIDE or width % 32 else width // 32
+    if width < WIDE or width % (2 * HEAD_WIDTH):
+        return width // HEAD_WIDTH
+    return width // (2 * HEAD_WIDTH)

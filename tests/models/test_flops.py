@@ -25,7 +25,7 @@ def test_what_was_never_compared_is_not_counted():
 
     mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9))
     for model in (mamba, LlamaModel(tiny_config("llama")), torch.nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match="are not counted: it is no causal language model"):
+        with pytest.raises(ValueError, match="are not counted: it is not a causal language model"):
             mixdepth.count_flops(model, 8)
     for num_tokens in (0, -5, 2.5):
         with pytest.raises(ValueError, match="num_tokens must be a whole number of at least 1, not"):
