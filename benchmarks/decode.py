@@ -4,7 +4,7 @@
 choose 12.5 % of the tokens. Sampling, batches of 1 and 8, prompts of 16 and 1,000 tokens; the models
 take turns and the median of their ratios counts; the prompt's time is left out.
 
-Two limits stand beside the speed-up. By bytes: a step reads every weight that some row passes, and all
+The script prints two limits next to the speed-up. By bytes: a step reads every weight that some row passes, and all
 keys and values; a routed layer's weights are read if any row chose it. By FLOPs: only what was chosen is
 computed. One row is bound by bytes; with many rows a dense layer is bound by FLOPs too, and a routed one,
 which runs for few of them, saves more than its bytes.

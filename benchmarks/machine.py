@@ -1,4 +1,4 @@
-"""What the benchmarks share beside `mixdepth.bench`: instructions that work, memory, recorded runs, Markdown tables."""
+"""Shared by benchmarks and experiments: instructions that work, memory, recorded runs, and Markdown tables."""
 
 import json
 import os

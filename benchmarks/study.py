@@ -1,4 +1,4 @@
-"""Speed beside quality: the best dense and the best routed model of each budget of a study.
+"""Speed next to quality: the best dense and the best routed model of each budget of a study.
 
 Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding:
 transformers' own generate() on the trained models, from 64 bytes of validation text, 128 new tokens sampled, without

@@ -1,4 +1,4 @@
-"""What `mixdepth train` costs beside a bare PyTorch loop over the same model and batches; memory; start-up.
+"""What `mixdepth train` costs in comparison with a bare PyTorch loop over the same model and batches; memory; start-up.
 
 The bare loop has the same optimizer, schedule and clipping, and no logging, no data loader, no Trainer. Both take
 turns, each on a fresh model; the ratio is of the medians of seconds per step.

@@ -2,8 +2,8 @@
 
 Each run trains a routed Llama over bytes (width 64, 4 layers, 0.28 M parameters) for 800 steps of
 8 x 256 bytes of the standard library, AdamW with a cosine schedule, and reports the held-out loss
-with causal routing, with look-ahead beside it. Results are appended to defaults.jsonl; a run that is
-there already is not repeated, so the script may be stopped and started again. `--table` prints means
+with causal routing and with look-ahead. Results are appended to defaults.jsonl, and runs that are there
+are not repeated, so the script can be stopped and started again. `--table` prints means
 and spreads over seeds.
 
     python defaults.py [--table]

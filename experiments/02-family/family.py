@@ -2,9 +2,9 @@
 
 All models have width 64 and 4 layers over bytes, and train until the same FLOPs are spent, so that cheaper ones
 take more steps: 8 x 256 bytes of the standard library a step, AdamW with a cosine schedule that ends with the
-budget, fp32. Reported is the held-out loss with causal routing, look-ahead beside it. The learning rate is the same
-for all and was tuned for none. Results are appended to family.jsonl, and a run that is there already is not
-repeated, so the script may be stopped and started again, or run in several processes by `--shard 0/2`, `--shard 1/2`.
+budget, fp32. The script reports the held-out loss with causal routing and with look-ahead. The learning rate is the
+same for all and was tuned for none. Results are appended to family.jsonl, and runs that are there are not repeated, so
+the script can be stopped and started again, or run in several processes with `--shard 0/2`, `--shard 1/2`.
 
     python family.py [--table] [--shard I/N]
 

@@ -277,14 +277,14 @@ def append(line: dict[str, Any]) -> None:
 
 
 def table() -> None:
-    """The losses, against the original and against the original tuned alike, and the speeds."""
+    """The losses, against the original and against the original with the same tuning, and the speeds."""
     from mixdepth.evaluation.intervals import interval
 
     losses = {(line["name"], line["budget"]): line for line in recorded(RESULTS) if "prose" in line}
     speeds = {(line["name"], line["budget"]): line["speed"] for line in recorded(RESULTS) if "speed" in line}
     header(
         *("variant", "FLOPs", "prose", "Python", "prose, to the original", "Python, to the original"),
-        *("both, to the original tuned alike", "realised", "tokens/s at 1", "at 8", "cache"),
+        *("both, to the original with the same tuning", "realised", "tokens/s at 1", "at 8", "cache"),
     )
     original = next(line for (name, _), line in losses.items() if name == "original")
     for (name, budget), line in losses.items():

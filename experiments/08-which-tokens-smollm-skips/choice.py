@@ -4,10 +4,10 @@ The blocks of `experiments/07-smollm/smollm.py` process a share of the tokens, c
 
 - random;
 - move: those that the block moves most, known only after it ran;
-- gain: those whose passage lowers the loss most, to first order (the gradient at the block's output times what the
+- gain: those that lower the loss most when they pass, to first order (the gradient at the block's output times what the
   block adds), known only after the text was read to its end;
 - fitted: by a linear router that was fitted to `move` on the tuning text, by least squares;
-- ..., sink: the same, with the first token of each window at the top, which others attend to for want of anything else.
+- ..., sink: the same, with the first token of each window at the top, which others attend to when nothing else fits.
 
 All choose with look-ahead, so these are bounds for routers, not models to sample from.
 

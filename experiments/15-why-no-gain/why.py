@@ -1,10 +1,10 @@
-"""Why routing gains no more at equal FLOPs: what of the worth of two further layers the routed layers catch.
+"""Why routing gains no more at equal FLOPs: how much of the gain of two further layers routed layers catch.
 
 All models have width 64 and take the 6,510 steps that 1e13 FLOPs pay for a model of 4 layers with a quarter of the
-tokens in every second. Two dense layers are where it starts, four are what could be had, at twice the FLOPs: how far do
-routed layers get? Beside learned and random routing there are two that nobody could use: *entropy* chooses the tokens
-of which a trained model of 2 layers is least certain, the same in both layers, and *all keys* lets the chosen tokens
-attend to all earlier ones (its FLOPs count as if they did not, and keys and values learn at the rate of the layer).
+tokens in every second. Two dense layers are the start, four are the most that could be reached, at twice the FLOPs:
+how far do routed layers get? Two rows cannot be used in practice: *entropy* chooses the tokens of which a trained
+model of 2 layers is least certain, the same in both layers, and *all keys* lets the chosen tokens attend to all
+earlier ones (its FLOPs count as if they did not, and keys and values learn at the rate of the layer).
 
     python why.py             # resumes; results in why.jsonl, models in runs/why
     python why.py --shard 0/2 & python why.py --shard 1/2
@@ -148,7 +148,7 @@ def table(seed: int) -> None:
 
 @torch.no_grad()
 def where(seed: int) -> None:
-    """Which share of what four dense layers gain on two lies on the tokens that somebody would choose, or chose."""
+    """Print the share of the gain of four dense layers over two that lies on the tokens of each choice."""
     models = {name: trained(name, seed) for name in (SHALLOW, DEEP, LEARNED)}
     windows = corpus_of(mixdepth.TrainConfig(**COMMON, depth=None)).validation.windows(CONTEXT).spread(1024)
     ids = torch.stack([windows[index] for index in range(len(windows))])
