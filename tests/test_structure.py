@@ -1,6 +1,7 @@
 """Imports point one way, cost what they should, and no name is used twice."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -75,6 +76,83 @@ def test_the_design_page_has_the_layers():
     first_cells = [row.split("|")[1] for row in table.splitlines()[2:]]
     named = re.findall(r"`(\w+)`", " ".join(first_cells))
     assert named == [name for names in LAYERS for name in names]
+
+
+PRIVATE_OUTSIDE = {
+    "sampling/answering.py": "it answers requests inside the server of transformers, whose methods are private",
+    "training/trainer.py": "it overrides how the Trainer saves, loads and measures, in methods that are private",
+    "modes.py": "the core imports no peft, and reads which copy of a router its wrapper uses",
+}
+"""Files besides hf/private.py that may touch private names of transformers, peft and accelerate, with the reason."""
+
+LIBRARIES = ("accelerate", "peft", "transformers")
+OF_TORCH = {"_modules", "_non_persistent_buffers_set", "_orig_mod"}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_name(node, *names):
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def private_names_of_ours():
+    """The private names that the package defines itself: functions, classes, arguments and attributes."""
+    names = {"_replace", "_asdict", "_fields"}  # of every NamedTuple
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).as_posix() in {"hf/private.py", *PRIVATE_OUTSIDE}:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value, "self"):
+                names.add(node.attr)
+    return names
+
+
+def private_names_used(file):
+    """The private names that a file reads from other modules or from objects, by a dot, an import or getattr."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            if not is_name(node.value, "torch"):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and is_name(node.func, "getattr", "hasattr", "setattr", "delattr"):
+            yield from (argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant))
+
+
+def test_private_names_of_other_libraries_stand_in_one_module():
+    ours = private_names_of_ours()
+    for file in PACKAGE.rglob("*.py"):
+        place = file.relative_to(PACKAGE).as_posix()
+        if place == "hf/private.py" or place in PRIVATE_OUTSIDE:
+            continue
+        theirs = {name for name in private_names_used(file) if is_private(name)} - ours - OF_TORCH
+        assert not theirs, f"{place} uses {theirs}: give it a function in hf/private.py, with the reason"
+
+
+def test_private_methods_of_other_libraries_are_overridden_in_one_module():
+    for file in PACKAGE.rglob("*.py"):
+        place = file.relative_to(PACKAGE).as_posix()
+        if place == "hf/private.py" or place in PRIVATE_OUTSIDE or file.stem.startswith("__"):
+            continue
+        module = importlib.import_module("mixdepth." + place.removesuffix(".py").replace("/", "."))
+        for value in vars(module).values():
+            if not isinstance(value, type) or value.__module__ != module.__name__:
+                continue
+            others = [base for base in value.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
+            overridden = {name for name in vars(value) if is_private(name) and any(name in vars(b) for b in others)}
+            overridden.discard("_abc_impl")  # every abstract class has one
+            assert not overridden, f"{value.__name__} in {place} overrides {overridden}"
+
+
+def test_every_exception_to_the_rule_about_private_names_is_needed():
+    ours = private_names_of_ours()
+    for place in PRIVATE_OUTSIDE:
+        names = {name for name in private_names_used(PACKAGE / place) if is_private(name)}
+        assert names - ours, f"{place} uses no private name: take it off the list"
 
 
 def imported_by(code):
