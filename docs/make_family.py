@@ -83,7 +83,7 @@ def who_passes(model: Any) -> tuple[Tensor, Tensor, Tensor]:
                     if model.depth_config.scheme == "soft":
                         part[index, route.index[0]] = (2 * route.weight[0]).round() / 2
         if out.loads:
-            taken = out.loads[index].taken[0, : len(chosen)]
+            taken = out.loads[index].processed[0, : len(chosen)]
             mlp[index, chosen] = taken[:, :4].sum(1).clamp(max=2) / 2
             noop[index, chosen] = (taken[:, 4:].any(1) & ~taken[:, :4].any(1)).float()
     return attention, mlp, noop

@@ -53,11 +53,13 @@ class Routed(nn.Module):
         slot_mask: str | None = None,
     ) -> None:
         super().__init__()
-        self.config = DepthConfig() if config is None else config
-        _check_config(self.config)
-        assert isinstance(self.config.capacity, float)
+        if config is None:
+            config = DepthConfig()
+        _check_config(config)
+        assert isinstance(config.capacity, float)
+        self.config = config
         self.block = block
-        self.router = Router(width, self.config, self.config.capacity)
+        self.router = Router(width, config, config.capacity)
         self.tokenwise = dict(tokenwise or {})
         self.slot_mask = slot_mask
 

@@ -19,7 +19,7 @@ FORMAT_VERSION = 3
 MAX_DENOMINATOR = 10**6
 """Largest denominator of the fraction that stands for a capacity."""
 BY_SCHEME: Any = None
-"""Default of the settings whose default depends on the scheme. `DepthConfig` puts the value in its place."""
+"""The default of a setting that depends on the scheme. `DepthConfig` puts the value in its place."""
 EXPERT_KEYWORDS = {
     "experts": "scheme",
     "expert_capacity": "capacity",
@@ -246,7 +246,9 @@ class DepthConfig:
     def routed_layers(self, num_layers: int) -> dict[int, float]:
         """Return the routed layers of a model with `num_layers` layers, in order, each with its capacity."""
         layers = self._layers_of(num_layers)
-        capacities = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,) * len(layers)
+        capacities = self.capacity
+        if not isinstance(capacities, tuple):
+            capacities = (capacities,) * len(layers)
         if len(capacities) != len(layers):
             raise ValueError(f"capacity lists {len(capacities)} values for {len(layers)} routed layers {layers}")
         capacity_of = dict(sorted(zip(layers, capacities, strict=True)))
@@ -262,7 +264,9 @@ class DepthConfig:
             return list(self.layers)
         if self.every > num_layers:
             raise ValueError(f"every must be at most the model's {num_layers} layers, not {self.every}")
-        first = self.every - 1 if self.first is None else self.first
+        first = self.first
+        if first is None:
+            first = self.every - 1
         if first >= num_layers:
             raise ValueError(f"first must be below the model's {num_layers} layers, not {first}")
         return list(range(first, num_layers, self.every))
@@ -333,7 +337,7 @@ class DepthConfig:
 FLAT_SETTINGS = (*(field.name for field in fields(DepthConfig) if field.name != "experts"), *EXPERT_KEYWORDS)
 """The names of all settings of `DepthConfig.from_flat`, in order."""
 EXPERT_DEFAULTS = {field.name: field.default for field in fields(ExpertConfig)} | {"scheme": None}
-"""What flat settings hold for a model whose experts are not routed."""
+"""The flat settings of a model without routed experts."""
 
 
 def check_capacity(capacity: object, name: str = "capacity") -> float:

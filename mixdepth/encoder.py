@@ -75,8 +75,9 @@ class MixtureOfDepths(nn.Module):
             raise ValueError(f"soft must be True or False, not {soft!r}")
 
         # 2. Make the layers, each routed with a router of its own.
-        skipping = DepthConfig(capacity=capacity_ratio, gate="sigmoid")
-        config = DepthConfig(scheme="soft") if soft else skipping
+        config = DepthConfig(capacity=capacity_ratio, gate="sigmoid")
+        if soft:
+            config = DepthConfig(scheme="soft")
         blocks = [CausalBlock(hidden_size, num_heads, dropout) for _ in range(num_layers)]
         layers = [Routed(block, width=hidden_size, config=config, slot_mask="used") for block in blocks]
         return cls(layers, embed_dim=embed_dim, hidden_size=hidden_size, window_size=window_size)

@@ -29,19 +29,19 @@ class ExpertLoad(NamedTuple):
     """
 
     logits: Tensor  # (B, T, A): the gate's scores of all experts, the no-op ones last
-    taken: Tensor  # (B, T, A) bool: expert a processed token t
+    processed: Tensor  # (B, T, A) bool: expert a processed token t
     used: Tensor  # (B, T) bool: False for tokens that are padding or routed around the layer
     dropped: Tensor  # (A,): the number of tokens that chose expert a and found it full
 
     @property
     def load(self) -> Tensor:
         """(A,): the share of tokens that each expert processed."""
-        return self.taken.sum((0, 1)) / self.used.sum().clamp(min=1)
+        return self.processed.sum((0, 1)) / self.used.sum().clamp(min=1)
 
     @property
     def unserved(self) -> Tensor:
         """(): the share of tokens that no expert processed."""
-        return (self.used & ~self.taken.any(-1)).sum() / self.used.sum().clamp(min=1)
+        return (self.used & ~self.processed.any(-1)).sum() / self.used.sum().clamp(min=1)
 
 
 class ExpertRouter(Chooser):
@@ -57,6 +57,7 @@ class ExpertRouter(Chooser):
         num_all = num_experts + config.experts.num_noop
         experts_choose = schemes.experts_choose(config.experts.scheme)
         super().__init__((num_all,), config, estimates=experts_choose)
+        self.scheme = config.experts.scheme
         self.experts_choose = experts_choose
         self.num_experts = num_experts
         self.num_noop_experts = config.experts.num_noop
@@ -80,7 +81,7 @@ class ExpertRouter(Chooser):
     ) -> tuple[Tensor, ExpertLoad]:
         """Run the experts on x (B, T, D), and report their load.
 
-        `used` (B, T) is False at tokens whose output is not needed.
+        `used` (B, T) is False at tokens of which no output is needed.
         """
         if used is None:
             used = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
@@ -103,26 +104,26 @@ class ExpertRouter(Chooser):
         wanted = torch.zeros_like(logits, dtype=torch.bool).scatter(2, choice, is_used)  # (B, T, A)
 
         # 2. In training an expert with a limit drops the tokens beyond it.
-        taken = wanted  # (B, T, A)
+        processed = wanted  # (B, T, A)
         if lookahead and self.capacity is not None:
-            taken = self._limited(wanted, slots(self.capacity, used.sum(1)))
-        dropped = (wanted & ~taken).sum((0, 1))  # (A,)
+            processed = self._limited(wanted, slots(self.capacity, used.sum(1)))
+        dropped = (wanted & ~processed).sum((0, 1))  # (A,)
 
         # 3. Run the experts. Dropped tokens and no-op experts become "no expert", at weight 0.
-        runs = taken.gather(2, choice) & (choice < self.num_experts)  # (B, T, S)
+        runs = processed.gather(2, choice) & (choice < self.num_experts)  # (B, T, S)
         index = choice.where(runs, self.num_experts).view_as(index)  # (B * T, S)
         weight = weight.where(runs.view_as(weight), 0)  # (B * T, S)
         y = experts(tokens, index, weight).view_as(x)  # (B, T, D)
-        return y, ExpertLoad(logits, taken, used, dropped)
+        return y, ExpertLoad(logits, processed, used, dropped)
 
     def _limited(self, wanted: Tensor, k: Tensor) -> Tensor:
         """Keep the first k (B,) tokens of `wanted` (B, T, A) for each expert and row; no-op experts have no limit."""
         by_expert = wanted.transpose(1, 2)  # (B, A, T)
         limit = k.repeat_interleave(by_expert.shape[1])  # (B * A,)
         first = first_k(by_expert.flatten(0, 1), limit)  # (B * A, T)
-        kept = first.view_as(by_expert).transpose(1, 2)  # (B, T, A)
+        within_limit = first.view_as(by_expert).transpose(1, 2)  # (B, T, A)
         is_noop = torch.arange(wanted.shape[2], device=wanted.device) >= self.num_experts  # (A,)
-        return kept | (wanted & is_noop)
+        return within_limit | (wanted & is_noop)
 
     def _experts_choose(
         self, x: Tensor, gate: Gate, experts: Experts, used: Tensor, lookahead: bool
@@ -137,14 +138,14 @@ class ExpertRouter(Chooser):
 
         # 2. Choose the pairs of a token and an expert: the best k of the row, or those above the threshold.
         if lookahead:
-            taken = self._best_tokens(scores, used)  # (B, A, T)
+            processed = self._best_tokens(scores, used)  # (B, A, T)
             if self.training:
-                self.remember_edge(scores, taken, allowed)
-            at, expert, weight = self._slots_of_experts(scores, taken)  # (P,) each
+                self.remember_edge(scores, processed, allowed)
+            at, expert, weight = self._slots_of_experts(scores, processed)  # (P,) each
         else:
             check_not_recorded()
-            taken = allowed & (scores > self._cutoff_by_expert())  # (B, A, T)
-            row, expert, column = taken[:, : self.num_experts].nonzero(as_tuple=True)  # (P,) each
+            processed = allowed & (scores > self._cutoff_by_expert())  # (B, A, T)
+            row, expert, column = processed[:, : self.num_experts].nonzero(as_tuple=True)  # (P,) each
             at = row * num_tokens + column
             weight = scores[row, expert, column]
 
@@ -154,7 +155,7 @@ class ExpertRouter(Chooser):
             update = experts(tokens[at], expert[:, None], weight.to(x.dtype)[:, None])  # (P, D)
             y = y.index_add(0, at, update.to(x.dtype))
         dropped = torch.zeros(logits.shape[-1], dtype=torch.long, device=x.device)  # (A,)
-        return y.view_as(x), ExpertLoad(logits, taken.transpose(1, 2), used, dropped)
+        return y.view_as(x), ExpertLoad(logits, processed.transpose(1, 2), used, dropped)
 
     def _best_tokens(self, scores: Tensor, used: Tensor) -> Tensor:
         """Mask (B, A, T) of the tokens with the highest scores (B, A, T), among the used ones (B, T) of each row."""
@@ -163,29 +164,30 @@ class ExpertRouter(Chooser):
         k = slots(self.capacity, used.sum(1)).repeat_interleave(scores.shape[1])  # (B * A,)
         return top_k(scores.masked_fill(~allowed, -torch.inf).flatten(0, 1), k).view_as(scores) & allowed
 
-    def _slots_of_experts(self, scores: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _slots_of_experts(self, scores: Tensor, processed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, experts and weights (P,) of a fixed number of pairs; unused slots have weight 0.
 
-        The pairs follow from scores (B, A, T) and from the mask `taken` (B, A, T).
+        The pairs follow from scores (B, A, T) and from the mask `processed` (B, A, T).
         """
         assert self.capacity is not None
         batch_size, _, num_tokens = scores.shape
         num_slots = slots(self.capacity, num_tokens)
-        is_free = ~taken[:, : self.num_experts]  # (B, E, T)
+        is_free = ~processed[:, : self.num_experts]  # (B, E, T)
         order = is_free.to(torch.uint8).argsort(dim=2, stable=True)[..., :num_slots]  # (B, E, K)
         first_of_row = torch.arange(batch_size, device=scores.device)[:, None, None] * num_tokens  # (B, 1, 1)
         expert = torch.arange(self.num_experts, device=scores.device)[:, None].expand_as(order)  # (B, E, K)
-        weight = scores.gather(2, order).where(taken.gather(2, order), 0)  # (B, E, K)
+        weight = scores.gather(2, order).where(processed.gather(2, order), 0)  # (B, E, K)
         return (first_of_row + order).reshape(-1), expert.reshape(-1), weight.reshape(-1)
 
     def _cutoff_by_expert(self) -> Tensor | float:
         """The threshold of each expert, (A, 1); or one number for all of them."""
         cutoff = self.cutoff
-        return cutoff[:, None] if isinstance(cutoff, Tensor) else cutoff
+        if isinstance(cutoff, Tensor):
+            cutoff = cutoff[:, None]
+        return cutoff
 
     def extra_repr(self) -> str:
-        scheme = "expert_choice" if self.experts_choose else "token_choice"
-        return f"{scheme}, capacity={self.capacity}, num_noop_experts={self.num_noop_experts}"
+        return f"{self.scheme}, capacity={self.capacity}, num_noop_experts={self.num_noop_experts}"
 
 
 def probabilities(logits: Tensor) -> Tensor:

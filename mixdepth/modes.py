@@ -127,7 +127,9 @@ def routers_by_layer(model: nn.Module) -> dict[int, Router]:
     routers: dict[int, Router] = {}
     for module in choosers(model):
         if isinstance(module, Router):
-            layer = len(routers) if module.layer is None else module.layer
+            layer = module.layer
+            if layer is None:
+                layer = len(routers)
             routers[layer] = module
     return routers
 
@@ -139,7 +141,9 @@ def active(router: Any) -> Any:
     if router.disable_adapters:
         return router.original_module
     in_use = [name for name in router.active_adapters if name in router._adapters]
-    return router.modules_to_save[in_use[0]] if in_use else router.original_module
+    if not in_use:
+        return router.original_module
+    return router.modules_to_save[in_use[0]]
 
 
 def choosers(model: nn.Module) -> list[Chooser]:

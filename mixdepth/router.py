@@ -137,8 +137,12 @@ class Router(Chooser):
         # A weight that no loss reaches must not wait for a gradient: distributed training would wait forever.
         is_trained = config.gate != "one" or schemes.trains_scores(config.scheme, config.causal)
         self.projection.weight.requires_grad_(is_trained)
-        self.predictor = Predictor(width, config.predictor_width) if config.causal == "predictor" else None
-        step = torch.zeros((), dtype=torch.long) if schemes.uses_noise(config.scheme) else None
+        self.predictor: Predictor | None = None
+        if config.causal == "predictor":
+            self.predictor = Predictor(width, config.predictor_width)
+        step = None
+        if schemes.uses_noise(config.scheme):
+            step = torch.zeros((), dtype=torch.long)
         self.register_buffer("step", step)
         self.reset_parameters()
 
@@ -158,7 +162,9 @@ class Router(Chooser):
         """
         if lookahead is None:
             lookahead = self.looks_ahead
-        num_slots = slots(self.capacity, x.shape[1]) if lookahead else x.shape[1]
+        num_slots = x.shape[1]
+        if lookahead:
+            num_slots = slots(self.capacity, num_slots)
         decision = self.decide(x, real, lookahead)
         return self.route(x, decision, num_slots)
 
@@ -181,9 +187,11 @@ class Router(Chooser):
 
         # 1. Find the scores that are compared. A causal predictor decides without the router's own score, which is
         #    then needed only if a token is chosen.
-        predictor_logits = None if self.predictor is None else self.predictor(x)  # (B, T)
+        predictor_logits: Tensor | None = None  # (B, T)
         own_scores: Tensor | None = None  # (B, T)
         scores: Tensor | None = None  # (B, T)
+        if self.predictor is not None:
+            predictor_logits = self.predictor(x)
         if self.given is not None:
             scores = self.given.scores_of(self.read(x))
         elif schemes.uses_noise(self.scheme):
@@ -206,7 +214,9 @@ class Router(Chooser):
             if self.estimates and self.training:
                 self.remember_edge(scores, chosen, candidates)
         else:
-            guess = predictor_logits if scores is None else scores  # (B, T)
+            guess = scores  # (B, T)
+            if guess is None:
+                guess = predictor_logits
             assert guess is not None
             chosen = candidates & (guess > self.cutoff)
 
@@ -227,7 +237,9 @@ class Router(Chooser):
         own_scores = decision.own_scores
         if own_scores is None:
             own_scores = self.score(x)  # (B, T)
-        scores = own_scores if decision.scores is None else decision.scores
+        scores = decision.scores
+        if scores is None:
+            scores = own_scores
         weight = weigh(own_scores, self.gate)  # (B, T)
         if is_whole:
             return WholeRoute.of(weight, scores, decision.predictor_logits, decision.real, decision.candidates)
@@ -277,7 +289,9 @@ class Router(Chooser):
         assert self.step is not None
         if positions is None:
             positions = (real.cumsum(1) - 1).clamp(min=0)  # (B, T)
-        step = self.step.long() + 1 if with_step else 0
+        step: Tensor | int = 0
+        if with_step:
+            step = self.step.long() + 1
         return gaussian(positions, *self.noise_keys, step).expand(real.shape)
 
     def record_move(self, before: Tensor, after: Tensor) -> None:
@@ -289,7 +303,9 @@ class Router(Chooser):
     def _record_decision(self, x: Tensor, decision: "Decision") -> None:
         """Add an observation of this decision about the stream x (B, T, D) to the records of `mixdepth.observe`."""
         for record in self.records:
-            own_scores = self.score(x) if decision.own_scores is None else decision.own_scores
+            own_scores = decision.own_scores
+            if own_scores is None:
+                own_scores = self.score(x)  # (B, T)
             observation = Observation(
                 read=self.read(x).detach(),
                 own_scores=own_scores.detach(),
@@ -321,14 +337,19 @@ class Decision:
     @property
     def guess(self) -> Tensor:
         """(B, T): the scores by which the decision was made, or the predictor's logits if those decided."""
-        guess = self.predictor_logits if self.scores is None else self.scores
-        assert guess is not None
-        return guess
+        if self.scores is not None:
+            return self.scores
+        assert self.predictor_logits is not None
+        return self.predictor_logits
 
     def select(self, rows: Tensor) -> "Decision":
         """The same decision for these rows alone."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
+        selected: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                value = value[rows]
+            selected[field.name] = value
         return Decision(**selected)
 
 
@@ -359,7 +380,9 @@ class GivenScores:
 
     def scores_of(self, read: Tensor) -> Tensor:
         """The scores (B, T) for what the router reads (B, T, D), in its dtype."""
-        scores = self.source if isinstance(self.source, Tensor) else self.source(read)
+        scores = self.source
+        if not isinstance(scores, Tensor):
+            scores = scores(read)
         if scores.shape != read.shape[:2]:
             raise ValueError(
                 f"given scores must have the shape {tuple(read.shape[:2])} of the stream's tokens, not "
@@ -393,9 +416,13 @@ class Predictor(nn.Module):
 
     def __init__(self, width: int, hidden: float) -> None:
         super().__init__()
-        num_hidden = max(1, round(hidden * width)) if hidden else 0
-        self.up = RouterLinear(width, num_hidden or 1)
-        self.down = RouterLinear(num_hidden, 1) if num_hidden else None
+        self.down: RouterLinear | None = None
+        if hidden == 0:  # a linear predictor
+            self.up = RouterLinear(width, 1)
+        else:
+            num_hidden = max(1, round(hidden * width))
+            self.up = RouterLinear(width, num_hidden)
+            self.down = RouterLinear(num_hidden, 1)
 
     def reset_parameters(self) -> None:
         """Initialise the weights."""
@@ -444,7 +471,7 @@ def check_not_recorded() -> None:
 
 
 def router_dtype() -> torch.dtype:
-    """At least float32, whatever the model's dtype: in bf16 many scores tie, and ties reorder the top-k."""
+    """Return the dtype of routers, float32 or better: in bf16 many scores tie, and ties reorder the top-k."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 

@@ -92,7 +92,9 @@ class Route:
     @property
     def guess(self) -> Tensor:
         """(B, T): what the causal rule compares with its threshold, the predictor's logits or else the scores."""
-        return self.logits if self.predictor_logits is None else self.predictor_logits
+        if self.predictor_logits is None:
+            return self.logits
+        return self.predictor_logits
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Take the slots along the token axis `dim`: (B, ..., T, ...) -> (B, ..., K, ...)."""
@@ -122,13 +124,17 @@ class Route:
 
     def select(self, rows: list[int]) -> "Route":
         """The route of these rows alone."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
+        selected: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                value = value[rows]
+            selected[field.name] = value
         return Route(**selected)
 
 
 class WholeRoute(Route):
-    """The route of rows whose tokens are all chosen, as in a step of decoding: there is nothing to gather."""
+    """The route of rows in which every token is chosen, as in a step of decoding: there is nothing to gather."""
 
     @classmethod
     def of(
@@ -190,7 +196,7 @@ def gaussian(positions: Tensor, *keys: int | Tensor) -> Tensor:
     """Standard normal noise (float32) at integer positions: the same for the same positions and keys.
 
     There is no generator and no state, so the noise is the same on every device, after a resume and in a recomputation.
-    Each key and the position are mixed into a hash, whose bits make a quantile.
+    Each key and the position are mixed into a hash, and its bits make a quantile.
     """
     positions = positions.long()  # the hash needs 64 bits, and some engines count in int32
     state = torch.zeros_like(positions)

@@ -1,7 +1,7 @@
 """Every fact about a scheme: one function for each question that the rest of the package asks. No torch.
 
 No other module compares a scheme with anything, so a new scheme is a new answer to the questions here.
-The first two questions tell schemes apart; the answers to the others follow from those two.
+The answers to the first two questions define a scheme; those to the other questions follow from them.
 """
 
 from typing import Literal
@@ -127,12 +127,16 @@ def trains_scores(scheme: Scheme, causal: CausalRule | None) -> bool:
 
 def causal_rules(scheme: Scheme) -> tuple[CausalRule, ...]:
     """Return the causal rules that the scheme can have."""
-    return ("predictor", "aux_loss", "threshold") if looks_ahead(scheme) else ()
+    if looks_ahead(scheme):
+        return ("predictor", "aux_loss", "threshold")
+    return ()
 
 
 def default_causal_rule(scheme: Scheme) -> CausalRule | None:
-    """Return the causal rule of a language model whose configuration names none."""
-    return "predictor" if looks_ahead(scheme) else None
+    """Return the causal rule of a language model if its configuration does not name one."""
+    if looks_ahead(scheme):
+        return "predictor"
+    return None
 
 
 def gates(scheme: Scheme) -> tuple[Gate, ...]:
@@ -146,12 +150,12 @@ def gates(scheme: Scheme) -> tuple[Gate, ...]:
 
 
 def default_gate(scheme: Scheme) -> Gate:
-    """Return the gate of a configuration that names none."""
+    """Return the gate of a configuration that does not name one."""
     return "sigmoid" if processes_everything(scheme) else "raw"
 
 
 def default_capacity(scheme: Scheme) -> float:
-    """Return the capacity of a configuration that names none."""
+    """Return the capacity of a configuration that does not name one."""
     return 1.0 if processes_everything(scheme) else 0.125
 
 

@@ -928,8 +928,8 @@ BUGS = [
     Bug(
         what="A no-op expert is full at the capacity of the others.",
         file="experts.py",
-        find="kept | (wanted & is_noop)",
-        replace="kept",
+        find="within_limit | (wanted & is_noop)",
+        replace="within_limit",
         test="test_experts.py::test_a_no_op_expert_is_never_full",
     ),
     Bug(
@@ -984,7 +984,7 @@ BUGS = [
     Bug(
         what="Unused slots of an expert have a weight.",
         file="experts.py",
-        find=".where(taken.gather(2, order), 0)",
+        find=".where(processed.gather(2, order), 0)",
         replace="",
         test="test_experts.py::test_experts_that_choose_serve_a_row_with_padding_behind_it_as_the_row_by_itself",
     ),

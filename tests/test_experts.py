@@ -48,8 +48,8 @@ def test_loads_say_who_took_what(architecture):
     assert dense_load.load.sum() == 2  # experts per token
     assert dense_load.unserved == 0
     best = dense_load.logits.topk(2).indices
-    expected = torch.zeros_like(dense_load.taken).scatter(2, best, True) & mask.bool()[..., None]
-    assert torch.equal(dense_load.taken, expected)
+    expected = torch.zeros_like(dense_load.processed).scatter(2, best, True) & mask.bool()[..., None]
+    assert torch.equal(dense_load.processed, expected)
     assert routed_load.used.sum() == out.routes[0].count.sum()  # only chosen tokens reach the experts
 
 
@@ -66,7 +66,7 @@ def test_the_balance_loss_is_that_of_the_switch_transformer_over_tokens_in_use()
     load = ExpertLoad(logits, taken, used, torch.zeros(3))
     torch.testing.assert_close(balance_loss([load, load]), 3 * (shares * probabilities).sum())
     dropping = ExpertLoad(logits, taken & (torch.arange(5) < 3)[:, None], used, torch.tensor([2, 1, 3]))
-    shares = dropping.taken.sum((0, 1)) / 7 + torch.tensor([2, 1, 3]) / 7  # a token that found it full had chosen it
+    shares = dropping.processed.sum((0, 1)) / 7 + torch.tensor([2, 1, 3]) / 7  # a token that found it full had chosen it
     torch.testing.assert_close(balance_loss([dropping]), 3 * (shares * probabilities).sum())
     uniform = ExpertLoad(torch.zeros(1, 6, 3), torch.ones(1, 6, 3).bool(), torch.ones(1, 6).bool(), torch.zeros(3))
     assert balance_loss([uniform]).item() == pytest.approx(3)
@@ -106,10 +106,10 @@ def test_the_balance_loss_evens_out_the_load(architecture):
 def test_a_full_expert_drops_later_tokens_in_training_and_none_in_evaluation():
     model = routed("mixtral", experts="token_choice", layers=(), expert_capacity=0.3)
     ids = token_ids(2, 30)
-    wanted = [load.taken for load in model.eval()(ids, output_routes=True).loads]
+    wanted = [load.processed for load in model.eval()(ids, output_routes=True).loads]
     loads = model.train()(ids, output_routes=True).loads
     kept = wanted[0].cumsum(1) <= 9  # of 30
-    assert torch.equal(loads[0].taken, wanted[0] & kept)
+    assert torch.equal(loads[0].processed, wanted[0] & kept)
     assert torch.equal(loads[0].dropped, (wanted[0] & ~kept).sum((0, 1)))
     assert loads[0].dropped.sum() > 0
     assert loads[0].unserved > 0
@@ -119,8 +119,8 @@ def test_a_full_expert_drops_later_tokens_in_training_and_none_in_evaluation():
 def test_a_no_op_expert_is_never_full():
     model = routed("mixtral", experts="token_choice", layers=(), expert_capacity=0.1, num_noop_experts=2)
     for load in model.train()(token_ids(2, 30), output_routes=True).loads:
-        assert (load.taken.sum(1)[:, :4] <= 3).all()
-        assert (load.taken.sum(1)[:, 4:] > 3).any()
+        assert (load.processed.sum(1)[:, :4] <= 3).all()
+        assert (load.processed.sum(1)[:, 4:] > 3).any()
         assert load.dropped[:4].sum() > 0
         assert not load.dropped[4:].any()
 
@@ -133,12 +133,12 @@ def test_a_token_at_no_op_experts_alone_is_left_as_it_is_and_the_experts_see_the
     serve = type(block).serve
     x = torch.randn(2, 30, 32).double()
     y, load = serve(block, x, None, False)
-    only_noop = ~load.taken[..., :4].any(-1)
+    only_noop = ~load.processed[..., :4].any(-1)
     assert only_noop.any()
     assert not y[only_noop].any()
     assert y[~only_noop].any(-1).all()
     assert seen[0].max() == 4  # exactly the number of experts: a larger index breaks the eager path
-    assert load.taken.sum() == 2 * 60
+    assert load.processed.sum() == 2 * 60
 
 
 @pytest.mark.parametrize("num_noop_experts", [0, 2])
@@ -150,8 +150,8 @@ def test_each_expert_chooses_its_share_of_every_row(architecture, num_noop_exper
     num_all = 4 + num_noop_experts
     for load in loads:
         expected = [[-(-2 * length // num_all)] * num_all for length in (14, 20)]
-        assert load.taken.sum(1).tolist() == expected
-        assert not load.taken[mask == 0].any()
+        assert load.processed.sum(1).tolist() == expected
+        assert not load.processed[mask == 0].any()
 
 
 def test_experts_that_choose_serve_a_row_with_padding_behind_it_as_the_row_by_itself():
@@ -170,7 +170,7 @@ def test_experts_that_choose_serve_a_row_with_padding_behind_it_as_the_row_by_it
 def test_experts_of_full_capacity_take_every_token_in_every_mode():
     model = routed("mixtral", experts="expert_choice", layers=(), expert_capacity=1.0)
     for training in (True, False):
-        assert all(load.taken.all() for load in model.train(training)(token_ids(), output_routes=True).loads)
+        assert all(load.processed.all() for load in model.train(training)(token_ids(), output_routes=True).loads)
 
 
 def test_reentrant_checkpointing_which_loses_the_balance_loss_is_refused():

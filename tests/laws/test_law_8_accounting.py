@@ -83,12 +83,12 @@ def test_the_count_of_experts_equals_torchs_at_the_load_that_they_had(architectu
     for layer, load in zip(decoder_layers(model), loads, strict=True):
         num_experts = layer.mlp.experts.num_experts
         one_expert = 2 * sum(p[0].numel() for p in layer.mlp.experts.parameters())
-        taken = load.taken[..., :num_experts].sum().item()
+        taken = load.processed[..., :num_experts].sum().item()
         if layer.mlp.depth_router.experts_choose:
             planned = num_experts * slots(layer.mlp.depth_router.capacity, load.used.shape[1])
             assert taken == planned
         else:
-            num_all = load.taken.shape[-1]
+            num_all = load.processed.shape[-1]
             planned = load.used.sum().item() * 2 * num_experts // num_all
             if layer.mlp.depth_router.capacity is not None:
                 planned = min(planned, num_experts * slots(layer.mlp.depth_router.capacity, load.used.shape[1]))
