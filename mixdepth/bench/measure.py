@@ -239,14 +239,15 @@ def _comparison(
     cache: Cache | None = None,
 ) -> Speed:
     """Turn the seconds of both models into speeds, and compare them pair by pair."""
-    speeds = {kind: [num_tokens / s for s in values] for kind, values in seconds.items()}
+    dense_speeds = [num_tokens / each for each in seconds["dense"]]
+    routed_speeds = [num_tokens / each for each in seconds["routed"]]
     return Speed(
         what=what,
         batch_size=ids.shape[0],
         context=ids.shape[1],
-        dense=Spread.of(speeds["dense"]),
-        routed=Spread.of(speeds["routed"]),
-        speed_up=Spread.of_ratios(speeds["routed"], speeds["dense"]),
+        dense=Spread.of(dense_speeds),
+        routed=Spread.of(routed_speeds),
+        speed_up=Spread.of_ratios(routed_speeds, dense_speeds),
         dense_work=works["dense"],
         routed_work=works["routed"],
         taken=taken,

@@ -226,5 +226,6 @@ def check_exact(depth: DepthConfig) -> None:
         )
     if depth.experts is not None:
         raise ValueError(
-            f"experts={depth.experts.scheme!r} changes the experts of a pretrained model before it is tuned: leave it out"
+            f"experts={depth.experts.scheme!r} changes the experts of a pretrained model before it is tuned: leave it "
+            "out"
         )

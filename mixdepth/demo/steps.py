@@ -187,6 +187,8 @@ def _column(kind: str, run: Run, values: dict[str, Any]) -> Column:
     side = "routed" if kind == "routed" else "dense"
     result = run.result
     assert result is not None
+    capacities = [layer["capacity"] for layer in model["layers"].values()]
+    decode = {size: speeds["decode", size][side]["median"] for size in (1, 8)}
     return Column(
         name=f"{NAMES[kind]}, {LAYERS[kind]} layers",
         parameters=model["parameters"],
@@ -197,8 +199,8 @@ def _column(kind: str, run: Run, values: dict[str, Any]) -> Column:
         lookahead_loss=model["lookahead_loss"],
         bits_per_byte=model["bits_per_byte"],
         difference=model["difference_to_first"],
-        capacities=[layer["capacity"] for layer in model["layers"].values()],
+        capacities=capacities,
         training=speeds["training step", COMMON["batch_size"]][side]["median"],
-        decode={size: speeds["decode", size][side]["median"] for size in (1, 8)},
+        decode=decode,
         cache_bytes=speeds["decode", 1]["cache"][side],
     )

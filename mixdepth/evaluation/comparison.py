@@ -72,8 +72,12 @@ class Comparison:
         if entry is first or entry.text != first.text:
             return None
         pairs = zip(entry.evaluation.rows, first.evaluation.rows, strict=True)
-        differences = [row.loss - first_row.loss for row, first_row in pairs]
-        return interval(differences, [row.num_labels for row in entry.evaluation.rows])
+        differences = []
+        weights = []
+        for row, first_row in pairs:
+            differences.append(row.loss - first_row.loss)
+            weights.append(row.num_labels)
+        return interval(differences, weights)
 
     def to_dict(self) -> dict[str, Any]:
         models = []

@@ -67,13 +67,14 @@ class Evaluation:
         return interval(differences, [row.num_labels for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
+        rows = [row._asdict() for row in self.rows]
         return {
             "loss": self.loss,
             "lookahead_loss": self.lookahead_loss,
             "causal_minus_lookahead": self.gap.to_dict(),
             "layers": {index: layer.to_dict() for index, layer in self.layers.items()},
             "loads": self.loads,
-            "rows": [row._asdict() for row in self.rows],
+            "rows": rows,
         }
 
 
@@ -104,19 +105,21 @@ def _evaluate(model: Any, batches: Iterable[Batch]) -> Evaluation:
         else:
             causal = model(**inputs, use_cache=False)
             ahead = causal
-        rows.append(torch.stack([_row_losses(causal, labels), _row_losses(ahead, labels), num_labels], 1))
+        causal_losses = _row_losses(causal, labels)  # (B,)
+        lookahead_losses = _row_losses(ahead, labels)  # (B,)
+        rows.append(torch.stack([causal_losses, lookahead_losses, num_labels], 1))
     if not rows:
         raise ValueError("there is nothing to evaluate on: the batches hold no labels")
     # 2. Average over labels, not over rows. Rows without labels do not count.
     table = torch.cat(rows).cpu()  # (N, 3): causal loss, look-ahead loss, number of labels
     table = table[table[:, 2] > 0]
     loss, lookahead_loss = (table[:, :2] * table[:, 2:]).sum(0) / table[:, 2].sum()
+    # 3. Turn counts into shares.
+    layers = {index: layer_routing(*values.tolist()) for index, values in counts.items()}
+    loads = {index: (values[:-1] / values[-1]).tolist() for index, values in expert_counts.items()}
+    row_losses = tuple(RowLosses(*row) for row in table.tolist())
     return Evaluation(
-        loss=loss.item(),
-        lookahead_loss=lookahead_loss.item(),
-        layers={index: layer_routing(*values.tolist()) for index, values in counts.items()},
-        loads={index: (values[:-1] / values[-1]).tolist() for index, values in expert_counts.items()},
-        rows=tuple(RowLosses(*row) for row in table.tolist()),
+        loss=loss.item(), lookahead_loss=lookahead_loss.item(), layers=layers, loads=loads, rows=row_losses
     )
 
 
@@ -135,7 +138,7 @@ def _add_counts(model: RoutedCausalLM, out: Any, counts: dict[int, Tensor], expe
     for index, route, capacity in zip(model.deciding_layers, out.routes, capacities, strict=True):
         counts[index] = counts.get(index, 0) + _counts(route, capacity)
     for index, load in expert_loads(model, out):
-        tokens_of_experts = load.processed.sum((0, 1))  # (experts,)
+        tokens_of_experts = load.taken.sum((0, 1))  # (experts,)
         num_tokens = load.used.sum()[None]  # (1,)
         both = torch.cat([tokens_of_experts, num_tokens]).double()
         expert_counts[index] = expert_counts.get(index, 0) + both
@@ -144,7 +147,8 @@ def _add_counts(model: RoutedCausalLM, out: Any, counts: dict[int, Tensor], expe
 def _counts(route: Route, capacity: float) -> Tensor:
     """Count the chosen tokens, those that top-k would choose, those in both, and the real ones: (4,)."""
     best = top_of_same_scores(route, capacity)  # (B, T)
-    return torch.stack([route.mask.sum(), best.sum(), (route.mask & best).sum(), route.real.sum()]).double()
+    both = route.mask & best  # (B, T)
+    return torch.stack([route.mask.sum(), best.sum(), both.sum(), route.real.sum()]).double()
 
 
 def top_of_same_scores(route: Route, capacity: float) -> Tensor:

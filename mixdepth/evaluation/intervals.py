@@ -42,7 +42,8 @@ def interval(values: Sequence[float], weights: Sequence[float]) -> Interval:
     if number < 2:  # a single value says nothing about its own error
         return Interval(mean, None, None)
     # The variance of the mean is sum_i (w_i (x_i - mean))^2, with the correction n / (n - 1).
-    squares = math.fsum((share * (value - mean)) ** 2 for share, value in zip(shares, values, strict=True))
+    pairs = zip(shares, values, strict=True)
+    squares = math.fsum((share * (value - mean)) ** 2 for share, value in pairs)
     error = 1.96 * math.sqrt(squares * number / (number - 1))
     return Interval(mean, mean - error, mean + error)
 

@@ -39,10 +39,12 @@ def evaluate_tasks(
     # 2. Show lm_eval the folders of the files, and ask for their tasks by name.
     folders = sorted({str(file.parent.resolve()) for file in files})
     manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
-    task_names = [_task_name(Path(task)) if Path(task) in files else task for task in tasks]
-    for task_name in task_names:
+    task_names = []
+    for task in tasks:
+        task_name = _task_name(Path(task)) if Path(task) in files else task
         if task_name not in manager.all_tasks:
             raise ValueError(f"lm_eval has no task {task_name!r}: name one of its tasks, or a YAML file")
+        task_names.append(task_name)
     # 3. Evaluate one model after the other.
     results_of: dict[str, TaskResults] = {}
     for name in names:

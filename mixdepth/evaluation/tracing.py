@@ -164,9 +164,9 @@ def trace_tokens(
     check_routed(model, name)
     if not len(ids):
         raise ValueError("there is no text to route: it is empty")
-    notes = [note] if note else []
     if len(ids) > MAX_TOKENS:
-        notes.append(f"the first {MAX_TOKENS:,} of {len(ids):,} tokens")
+        cut = f"the first {MAX_TOKENS:,} of {len(ids):,} tokens"
+        note = f"{note}; {cut}" if note else cut
     tokens = torch.tensor(list(ids[:MAX_TOKENS]), dtype=torch.long)  # (T,)
     texts = token_texts(tokenizer, tokens.tolist())
     passes = []
@@ -176,6 +176,8 @@ def trace_tokens(
                 passes.append(_read(model, tokens, context, texts))
     causal, ahead = passes
     num_tokens = len(texts)
+    if num_given is None or num_given > num_tokens:
+        num_given = num_tokens
     return Trace(
         name=name,
         model=f"{type(model).__name__}, {model.num_parameters():,} parameters",
@@ -185,8 +187,8 @@ def trace_tokens(
         capacities=[router.capacity for router in model.depth_routers],
         tokens=texts,
         context=context,
-        num_given=num_tokens if num_given is None else min(num_given, num_tokens),
-        note="; ".join(notes),
+        num_given=num_given,
+        note=note,
         causal=causal,
         lookahead=ahead,
     )
@@ -227,7 +229,9 @@ def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str])
     parts = []
     for windows in tqdm(batches, desc="routing", unit="pass", leave=False, disable=len(batches) < 3):
         parts.append(_route_windows(model, windows.to(device)))
-    whole = {name: torch.cat([part[name] for part in parts], -1).cpu() for name in parts[0]}  # (T,) or (L, T)
+    whole = {}  # (T,) or (L, T) each
+    for name in parts[0]:
+        whole[name] = torch.cat([part[name] for part in parts], -1).cpu()
     # 2. Count what each layer chose.
     layers = []
     for chosen, best in zip(whole["chosen"], whole["best"], strict=True):  # (T,) each
@@ -236,17 +240,21 @@ def _read(model: RoutedCausalLM, tokens: Tensor, context: int, texts: list[str])
     # 3. Say which tokens went through many layers, and which through few.
     depths = whole["chosen"].sum(0).numpy()  # (T,): the number of layers that each token went through
     types = token_types(texts, depths)
+    # 4. The loss is the mean over predicted tokens; the first token of a window is not predicted.
     surprise = whole["surprise"]  # (T,)
     predicted = surprise[~surprise.isnan()]
-    guesses = whole.get("guesses")
+    loss = predicted.double().mean().item() if len(predicted) else None
+    guesses = None
+    if "guesses" in whole:
+        guesses = _rounded_rows(whole["guesses"])
     return Pass(
-        loss=predicted.double().mean().item() if len(predicted) else None,
+        loss=loss,
         surprise=_rounded(surprise),
         entropy=_rounded(whole["entropy"]),
-        chosen=[_digits(mask) for mask in whole["chosen"]],
-        best=[_digits(mask) for mask in whole["best"]],
+        chosen=_digits(whole["chosen"]),
+        best=_digits(whole["best"]),
         scores=_rounded_rows(whole["scores"]),
-        guesses=None if guesses is None else _rounded_rows(guesses),
+        guesses=guesses,
         gates=_rounded_rows(whole["gates"]),
         layers=layers,
         correlation=rank_correlation(depths, whole["entropy"].numpy()),
@@ -263,20 +271,17 @@ def _route_windows(model: RoutedCausalLM, ids: Tensor) -> dict[str, Tensor]:
         raise ValueError("the model computes NaN on this text: its weights or its config.json are damaged")
     routes: list[Route] = list(out.routes)
     surprise, entropy = _surprise_and_entropy(out.logits, ids)
-    # Each of these has one tensor (W, C) for each layer.
-    best, gates = [], []
+    # Each of these lists has one tensor (W, C) for each layer. Guesses are empty unless there are predictors.
+    by_layer: dict[str, list[Tensor]] = {"chosen": [], "best": [], "scores": [], "gates": [], "guesses": []}
     for router, route in zip(routers, routes, strict=True):
-        best.append(_as_in_training(router, route))
-        gates.append(_gates(router, route))
-    by_layer = {
-        "chosen": [route.mask for route in routes],
-        "best": best,
-        "scores": [route.logits for route in routes],
-        "gates": gates,
-    }
-    guesses = [route.predictor_logits for route in routes if route.predictor_logits is not None]
-    if len(guesses) == len(routes):
-        by_layer["guesses"] = guesses
+        by_layer["chosen"].append(route.mask)
+        by_layer["best"].append(_as_in_training(router, route))
+        by_layer["scores"].append(route.logits)
+        by_layer["gates"].append(_gates(router, route))
+        if route.predictor_logits is not None:
+            by_layer["guesses"].append(route.predictor_logits)
+    if len(by_layer["guesses"]) < len(routes):
+        del by_layer["guesses"]
     values = {"surprise": surprise.flatten(), "entropy": entropy.flatten()}
     for name, tensors in by_layer.items():
         values[name] = torch.stack([tensor.flatten() for tensor in tensors])
@@ -338,8 +343,9 @@ def token_types(texts: list[str], depths: np.ndarray) -> list[tuple[str, float, 
     return sorted(types, key=lambda entry: (-entry[1], -entry[2], entry[0]))
 
 
-def _digits(mask: Tensor) -> str:
-    return "".join("1" if is_chosen else "0" for is_chosen in mask.tolist())
+def _digits(masks: Tensor) -> list[str]:
+    """Write each row of the masks (L, T) as a string of T digits."""
+    return ["".join(map(str, row)) for row in masks.int().tolist()]
 
 
 def _rounded_rows(rows: Tensor) -> list[list[Any]]:
@@ -348,4 +354,7 @@ def _rounded_rows(rows: Tensor) -> list[list[Any]]:
 
 def _rounded(values: Tensor) -> list[Any]:
     """Round to four digits. NaN and infinity become None, because JSON has no numbers for them."""
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
+    rounded: list[Any] = []
+    for value in values.tolist():
+        rounded.append(float(f"{value:.4g}") if math.isfinite(value) else None)
+    return rounded

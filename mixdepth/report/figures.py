@@ -125,7 +125,11 @@ def as_svg(figure: Any, label: str) -> str:
     # 2. Begin ids with a hash of the content, so that two figures in a page never share one. Drop unused ids.
     key = "f" + hashlib.sha256(text.encode()).hexdigest()[:10]
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{key}-{m[1]}"' if m[1] in used else "", text)
+
+    def renamed(match: re.Match[str]) -> str:
+        return f' id="{key}-{match[1]}"' if match[1] in used else ""
+
+    text = re.sub(r' id="([^"]+)"', renamed, text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{key}-", text)
     # 3. Let the page decide how large it is.
     width = re.search(r' width="([^"]+)"', text)

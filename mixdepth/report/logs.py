@@ -1,7 +1,7 @@
 """The log of a run so far, as arrays."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,21 +107,25 @@ def _log(name: str, metrics: list[dict[str, Any]], timings: list[dict[str, Any]]
     if any("layers" in line for line in training):
         layers = [line["layers"] for line in training]
         routed_layers = layers[0]["index"]
-        routing = {key: _numbers(values[key] for values in layers) for key in ROUTING}
+        routing = {key: _column(layers, key) for key in ROUTING}
+    # 4. The loss of a routed model holds losses of routing; its language-model loss is logged next to it.
+    seconds = [elapsed.get(line["step"], np.nan) for line in training]
+    losses = [line.get("lm_loss", line["loss"]) for line in training]
     return Log(
         name=name,
-        steps=_numbers(line["step"] for line in training),
-        flops=_numbers(line["flops"] for line in training),
-        seconds=_numbers(elapsed.get(line["step"], np.nan) for line in training),
-        loss=_numbers(line.get("lm_loss", line["loss"]) for line in training),
+        steps=_column(training, "step"),
+        flops=_column(training, "flops"),
+        seconds=np.array(seconds, dtype=np.float64),
+        loss=np.array(losses, dtype=np.float64),
         evaluations=evaluations,
         routed_layers=routed_layers,
         routing=routing,
     )
 
 
-def _numbers(values: Iterable[Any]) -> Numbers:
-    return np.array([*values], dtype=np.float64)
+def _column(lines: Sequence[dict[str, Any]], key: str) -> Numbers:
+    """Return one value of each line: (N,), or (N, L) if the value is a list with a number for each layer."""
+    return np.array([line[key] for line in lines], dtype=np.float64)
 
 
 def smooth(values: Numbers, weights: Numbers | None = None) -> Numbers:
@@ -148,8 +152,9 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     if len(folders) == 1:
         return [folders[0].name]
     common = Path(os.path.commonpath(folders))
-    names = [folder.relative_to(common).parts for folder in folders]
-    # Leave out last parts that all paths share.
-    while len({name[-1:] for name in names}) == 1 and all(len(name) > 1 for name in names):
-        names = [name[:-1] for name in names]
-    return ["/".join(name) or folder.name for name, folder in zip(names, folders, strict=True)]
+    parts = [folder.relative_to(common).parts for folder in folders]
+    # Leave out last parts that all paths share, as long as something is left of each path.
+    while min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    # Nothing is left of a folder in which all others lie.
+    return ["/".join(part) or folder.name for part, folder in zip(parts, folders, strict=True)]

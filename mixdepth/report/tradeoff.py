@@ -124,13 +124,13 @@ def _draw_goal(panel: Any, reference: Row) -> None:
     panel.axhline(y, linestyle="--", **FAINT)
     panel.axvline(x, linestyle="--", **FAINT)
     limits = {"xlim": panel.get_xlim(), "ylim": panel.get_ylim()}
-    left, right = limits["xlim"]
-    low, _ = limits["ylim"]
-    panel.fill_between([x, right], low, y, color=COLOURS[3], alpha=0.08, linewidth=0, zorder=0)
+    x_low, x_high = limits["xlim"]
+    y_low, _ = limits["ylim"]
+    panel.fill_between([x, x_high], y_low, y, color=COLOURS[3], alpha=0.08, linewidth=0, zorder=0)
     panel.set(**limits)
     small = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": "small", "color": COLOURS[0]}
-    panel.annotate(f"+{100 * (MOST_LOSS - 1):.0f} % loss", (left, y), **small)
-    panel.annotate(f"{LEAST_SPEED} x speed", (x, low), **small)
+    panel.annotate(f"+{100 * (MOST_LOSS - 1):.0f} % loss", (x_low, y), **small)
+    panel.annotate(f"{LEAST_SPEED} x speed", (x, y_low), **small)
 
 
 def _write_names(figure: Any, panel: Any, rows: Sequence[Row]) -> None:
