@@ -1,4 +1,4 @@
-"""Law 1: At capacity 1 with weight 1, a routed model is the model itself."""
+"""Law 1: at capacity 1 with weight 1, a routed model is the model itself."""
 
 import contextlib
 
@@ -11,31 +11,31 @@ import mixdepth
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.routes import Route, WholeRoute
 
+OF_EXPERTS = ("experts", "expert_capacity", "num_noop_experts")
+ATTRIBUTES = ("_no_split_modules", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "loss_type")
+"""Attributes of a model class that routing changes."""
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
 
 def dense_and_routed(architecture, variant, dtype):
-    """A dense model, and the same routed at capacity 1 with weight 1. Where no dense model has such experts, it is
-    the model in which the experts alone are routed."""
+    """A model, and the same model routed at capacity 1 with weight 1.
+
+    The first is dense. But no dense model has no-op experts, full experts or experts that choose: there the first is
+    a model in which the experts alone are routed.
+    """
     settings = {**ALL_VARIANTS[variant], "capacity": 1.0, "gate": "one", "layers": None, "every": 1}
     model = dense(architecture, dtype)
-    if settings.get("experts") == "expert_choice" or {"num_noop_experts", "expert_capacity"} & settings.keys():
-        kept = ("experts", "expert_capacity", "num_noop_experts")
-        reference = routed(model, dtype, layers=(), **{name: settings[name] for name in kept if name in settings})
-    else:
-        reference = model
+    reference = model
+    if settings.get("experts") == "expert_choice" or "num_noop_experts" in settings or "expert_capacity" in settings:
+        of_experts = {name: settings[name] for name in OF_EXPERTS if name in settings}
+        reference = routed(model, dtype, layers=(), **of_experts)
     model_routed = routed(model, dtype, **settings)
     model_routed.load_state_dict(reference.state_dict(), strict=False)  # no-op experts and thresholds
     return reference, model_routed
 
 
-def counting(blend, blends):
-    return lambda self, x, y: blends.append(1) or blend(self, x, y)
-
-
-def lookahead_if_routed(model):
-    return mixdepth.lookahead(model) if isinstance(model, RoutedCausalLM) else contextlib.nullcontext()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@every_dtype
 @every_case
 def test_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architecture, variant, dtype, monkeypatch):
     model, model_routed = dense_and_routed(architecture, variant, dtype)
@@ -52,6 +52,22 @@ def test_full_capacity_at_weight_one_is_the_model_itself_to_the_bit(architecture
         assert len(blends) == NUM_LAYERS  # it took the way of every other capacity
     with mixdepth.lookahead(model_routed.eval()), lookahead_if_routed(model.eval()):
         assert torch.equal(model_routed(ids).logits, model(ids).logits)
+
+
+def counting(blend, blends):
+    """The method `blend`, which also notes each of its calls in the list."""
+
+    def counted(self, x, y):
+        blends.append(self)
+        return blend(self, x, y)
+
+    return counted
+
+
+def lookahead_if_routed(model):
+    if isinstance(model, RoutedCausalLM):
+        return mixdepth.lookahead(model)
+    return contextlib.nullcontext()
 
 
 @every_case
@@ -72,10 +88,7 @@ def test_unroute_gives_the_plain_model_back(architecture, variant):
     assert back.config.to_dict() == {**plain.config.to_dict(), "architectures": [type(plain).__name__]}
     assert list(back.state_dict()) == list(plain.state_dict())
     assert [type(module) for module in back.modules()] == [type(module) for module in plain.modules()]
-    assert (back._no_split_modules, back._keep_in_fp32_modules_strict) == (
-        plain._no_split_modules,
-        plain._keep_in_fp32_modules_strict,
-    )
-    assert (back._keep_in_fp32_modules, back.loss_type) == (plain._keep_in_fp32_modules, plain.loss_type)
+    for name in ATTRIBUTES:
+        assert getattr(back, name) == getattr(plain, name)
     ids = token_ids()
     assert torch.equal(back(ids).logits, plain(ids).logits)
