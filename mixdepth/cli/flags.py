@@ -106,9 +106,6 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=24, width=min(columns, 120) - 2)
 
 
-# ---- Parsers ----
-
-
 def add_verb(
     verbs: Any,
     name: str,
@@ -134,9 +131,6 @@ def add_verb(
     if has_help_all:
         parser.add_argument("--help-all", action="help", help="show all settings, with full descriptions")
     return parser
-
-
-# ---- Flags from settings ----
 
 
 def add_settings(
@@ -166,9 +160,11 @@ def add_settings(
     """
     descriptions = field_descriptions(settings)
     for field in fields(settings):
+        # 1. Skip fields that this verb does not have.
         if names is not None and field.name not in names:
             continue
         setting = keywords.get(field.name, field.name)
+        # 2. Find out how argparse reads the value. An option that is not given stays out of the result.
         options: dict[str, Any] = {"dest": prefix + setting, "default": argparse.SUPPRESS}
         if field.type is bool:
             options["action"] = "store_true"
@@ -176,6 +172,7 @@ def add_settings(
             is_text = field.type in (str, str | None)
             options["type"] = str if is_text else parse_value
             options["metavar"] = metavar_of(field.type)
+        # 3. Describe the flag, or hide it from this help.
         is_shown = shows_all or common is None or field.name in common
         if is_shown:
             description = descriptions[field.name]
@@ -308,9 +305,6 @@ def _help_text(description: str, field: Field[Any], defaults: Mapping[str, Any],
     if field.type is bool or default in (None, MISSING, ()):
         return text
     return f"{text} (default: {default})"
-
-
-# ---- Options back to settings ----
 
 
 def split(options: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -27,9 +27,6 @@ def add_verbs(verbs: Any, *, shows_all: bool) -> None:
     _add_flops(verbs, shows_all)
 
 
-# ---- eval ----
-
-
 def _add_eval(verbs: Any) -> None:
     evaluation = add_verb(
         verbs,
@@ -69,7 +66,10 @@ def _add_eval(verbs: Any) -> None:
 def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: int | None, **options: Any) -> None:
     from mixdepth.cli.output import check_file, print_numbers
 
+    # A file that cannot be written is refused before anything is computed.
     check_file(json)
+
+    # Tasks of lm_eval bring their own text.
     if tasks:
         from mixdepth.evaluation.tasks import evaluate_tasks, table
 
@@ -80,15 +80,13 @@ def _eval(names: list[str], json: str | None, tasks: list[str] | None, limit: in
         print_numbers(table(results), results, json)
         return
 
+    # Without tasks, models are compared on held-out text.
     from mixdepth.evaluation.comparison import evaluate_runs
 
     if limit is not None:
         raise ValueError("--limit is for --tasks: give --windows for a text")
     comparison = evaluate_runs(names, **options)
     print_numbers(str(comparison), comparison.to_dict(), json)
-
-
-# ---- generate ----
 
 
 def _add_generate(verbs: Any) -> None:
@@ -107,6 +105,7 @@ def _add_generate(verbs: Any) -> None:
         "--max-new-tokens", type=int, default=200, metavar="N", help="Most tokens to sample. (default: %(default)s)"
     )
     generate.add_argument("--greedy", action="store_true", help="Take the most likely token in place of sampling.")
+    # Options of transformers' generate(), which are left out unless they are given.
     sampling_options: tuple[tuple[str, type, str], ...] = (
         ("temperature", float, "Below 1 favours likely tokens. (default: the model's setting)"),
         ("top-k", int, "Sample from the k most likely tokens."),
@@ -185,9 +184,6 @@ def _print_piece(text: str) -> None:
     print(text, end="", flush=True)
 
 
-# ---- serve ----
-
-
 def _add_serve(verbs: Any) -> None:
     serve = add_verb(
         verbs,
@@ -229,9 +225,6 @@ def _serve(model: str, **options: Any) -> None:
     from mixdepth.sampling.server import serve
 
     serve(model, limits=limits, **options)
-
-
-# ---- flops ----
 
 
 def _add_flops(verbs: Any, shows_all: bool) -> None:

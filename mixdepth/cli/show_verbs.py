@@ -14,9 +14,6 @@ def add_verbs(verbs: Any, *, shows_all: bool) -> None:
     _add_demo(verbs)
 
 
-# ---- page ----
-
-
 def _add_page(verbs: Any) -> None:
     page = add_verb(
         verbs,
@@ -57,9 +54,6 @@ def _read_text(file: str) -> str:
         raise ValueError(f"{file!r} is not text in UTF-8 ({error.reason}): give another --file") from error
 
 
-# ---- plot ----
-
-
 def _add_plot(verbs: Any) -> None:
     plot = add_verb(
         verbs,
@@ -85,9 +79,6 @@ def _plot(**options: Any) -> None:
 
     for path in plot(**options):
         print(path)
-
-
-# ---- bench ----
 
 
 def _add_bench(verbs: Any, shows_all: bool) -> None:
@@ -161,14 +152,14 @@ def _bench(model: str | None, corpus: str | None, json: str | None, **options: A
     if model is not None and shape:
         name = next(iter(shape))
         raise ValueError(f"{name} has no meaning next to a model, which has its own shape: leave it out")
-    pair = fresh_pair(shape, routing) if model is None else pair_of(model, routing, corpus)
+    if model is None:
+        pair = fresh_pair(shape, routing)
+    else:
+        pair = pair_of(model, routing, corpus)
 
     # 3. Measure, print and write.
     speeds = measure_speed(pair.dense, pair.routed, pair.text, notes=pair.notes, **options)
     print_numbers(str(speeds), speeds.to_dict(), json)
-
-
-# ---- demo ----
 
 
 def _add_demo(verbs: Any) -> None:

