@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 def columns(rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Align cells in columns to the right; the columns whose numbers are in `left` are aligned to the left.
+    """Align the cells of each column to the right, or to the left if its number is in `left`.
 
     >>> print(columns([["name", "size"], ["a", "10"]], left=(0,)))
     name  size

@@ -174,7 +174,7 @@ def load_corpus(
     - `stdlib`, the Python standard library's source;
     - `python`, that and the source of torch and transformers;
     - a text file, a folder or a glob;
-    - a .jsonl or .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]`, whose text is in `text_field`.
+    - a .jsonl or .parquet file, a dataset saved to disk, or `hf:name[:config[:split]]`, with the text in `text_field`.
 
     `validation` is the share of the text that is held out to make choices by, `test` the share that is held out to
     report at the end.

@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, files, JSONL, parquet, datasets. A document is text in UTF-8."""
+"""Sources of text: the standard library, files, JSONL, parquet, datasets. A document is text in UTF-8."""
 
 import importlib.util
 import json
@@ -68,7 +68,7 @@ def open_source(source: str, text_field: str) -> Documents:
         return _dataset(source, text_field)
     files = _files(path)
     if not files:
-        problem = "has no files" if path.is_dir() else "is no file, folder or glob that matches one"
+        problem = "has no files" if path.is_dir() else "is not a file, a folder or a glob that matches one"
         raise ValueError(
             f"corpus {source!r} {problem}: give 'stdlib', 'python', a path, or 'hf:name' for a dataset of the hub"
         )

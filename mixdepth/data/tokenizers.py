@@ -43,7 +43,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Make the tokenizer whose token b is the byte b of the text in UTF-8. Token 0 ends a document.
+    """Make the tokenizer in which token b is the byte b of the text in UTF-8. Token 0 ends a document.
 
     >>> byte_tokenizer()("hé")["input_ids"]
     [104, 195, 169]
@@ -81,7 +81,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[tuple[str, int]]:
         context = max(0, start - NUM_BEFORE)
         before = tokenizer.decode(ids[context:start], skip_special_tokens=True)
         piece = tokenizer.decode(ids[context:end], skip_special_tokens=True).removeprefix(before)
-        is_incomplete = piece.endswith("\ufffd")  # a character whose other bytes are still to come
+        is_incomplete = piece.endswith("\ufffd")  # the other bytes of its last character are still to come
         if is_incomplete and end - start < LONGEST_CHARACTER and end < len(ids):
             continue
         decoded.append((piece, end - start))

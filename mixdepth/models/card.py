@@ -24,7 +24,7 @@ class Origin(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether the base is no name of the hub, so that others cannot follow it."""
+        """Whether the base is a folder, which others do not have, and not a name of the hub."""
         return self.base is None or Path(self.base).is_absolute() or Path(self.base).exists()
 
 

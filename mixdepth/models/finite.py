@@ -25,7 +25,7 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def check_computes(model: Any, name: str) -> None:
-    """Refuse a model whose settings make NaN of finite weights, or that cannot compute at all, on a text of two tokens.
+    """Refuse a model that computes NaN from finite weights, or cannot compute at all, on a text of two tokens.
 
     Every layer runs, so that the routing does not matter.
     """

@@ -29,6 +29,9 @@ NOT_COUNTED = {
 }
 """Architectures with products besides those of their linear layers and attention, and the reason for each."""
 
+TABLE_WIDTHS = (6, 8, 12, 14, 14, 14)
+"""The widths of the columns of the table."""
+
 
 class LayerFlops(NamedTuple):
     """FLOPs of one decoder layer, by what they are spent on."""
@@ -63,14 +66,16 @@ class FlopCount(NamedTuple):
 
 def flops_table(count: FlopCount) -> str:
     """Return the count as a table with one line for each layer."""
-    lines = [f"{'layer':>6} {'tokens':>8} {'router':>12} {'attention':>14} {'mlp':>14} {'total':>14}"]
+    rows = [["layer", "tokens", "router", "attention", "mlp", "total"]]
     for index, layer in enumerate(count.layers):
-        lines.append(
-            f"{index:>6} {layer.tokens:>8,} {layer.router:>12,} {layer.attention:>14,} {layer.mlp:>14,} "
-            f"{layer.total:>14,}"
-        )
-    lines.append(f"{'logits':>6} {'':>8} {'':>12} {'':>14} {'':>14} {count.logits:>14,}")
-    lines.append(f"{'all':>6} {'':>8} {'':>12} {'':>14} {'':>14} {count.total:>14,}")
+        numbers = (layer.tokens, layer.router, layer.attention, layer.mlp, layer.total)
+        rows.append([str(index), *(f"{number:,}" for number in numbers)])
+    rows.append(["logits", "", "", "", "", f"{count.logits:,}"])
+    rows.append(["all", "", "", "", "", f"{count.total:,}"])
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, TABLE_WIDTHS, strict=True)]
+        lines.append(" ".join(cells))
     return "\n".join(lines)
 
 
@@ -107,7 +112,7 @@ def count_flops(model: Any, num_tokens: int, taken: Mapping[int, int] | None = N
 
 
 def check_counted(model: Any) -> None:
-    """Refuse a model whose FLOPs are not counted."""
+    """Refuse a model for which FLOPs are not counted."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", type(model).__name__).removeprefix(PREFIX)
     if model_type not in SUPPORTED or model_type in NOT_COUNTED or model.get_output_embeddings() is None:

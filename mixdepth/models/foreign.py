@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """The names that architectures have for their number of layers."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Settings whose value may be a repository of the hub: transformers would fetch code from it."""
+"""Settings that may name a repository of the hub: transformers would fetch code from it."""
 INTEGER_TYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 COPY_AGAIN = "copy or save the model again"
 

@@ -28,7 +28,7 @@ FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
 ROOM = 2**20
 """How many weights a small model may lack before it is refused unbuilt."""
 UNLIMITED = 2**20
-"""The number of positions of a model whose config does not say."""
+"""The number of positions of a model with a config that does not say."""
 
 
 class Loaded(NamedTuple):
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the weights of a name are."""
+    """The folder with the weights that a name stands for."""
 
     path: Path
     run: Run | None
@@ -213,7 +213,9 @@ def loading(name: str) -> Iterator[None]:
     except OSError as error:
         if (Path(name) / "config.json").is_file():
             raise ValueError(f"{name!r} is damaged or has no safetensors ({reason(error)})") from error
-        raise ValueError(f"{name!r} is no run, no model's folder and no model of the hub ({reason(error)})") from error
+        raise ValueError(
+            f"{name!r} is neither a run nor a model's folder nor a model of the hub ({reason(error)})"
+        ) from error
     except Exception as error:
         if type(error) is ValueError and len(str(error).splitlines()) == 1:
             raise  # a sentence already

@@ -9,7 +9,7 @@ from mixdepth.config import check_integer
 HEAD_WIDTH = 16
 """The width of a head in narrow models."""
 WIDE = 256
-"""From this width on heads are twice as wide."""
+"""The width of a model from which heads are twice as wide."""
 
 
 def model_config(

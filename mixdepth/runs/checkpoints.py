@@ -155,7 +155,7 @@ def writing_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Write the marker of a checkpoint whose files are all there, and remove old checkpoints."""
+    """Write the marker of a checkpoint once its files are all there, and remove old checkpoints."""
     # 1. Digests of the files, and the lengths of the logs, once both are on the disk.
     paths = [path for path in checkpoint.rglob("*") if path.is_file()]
     marker: dict[str, Any] = {"files": digests_of(checkpoint, paths)}

@@ -66,7 +66,7 @@ def write_digests(folder: Path) -> None:
 
 
 def change(folder: Path) -> str | None:
-    """Say what has changed in a finished model's folder; None if nothing has, or if nobody wrote its digests."""
+    """Say what has changed in a finished model's folder; None if nothing has, or if it has no digests."""
     path = folder / DIGESTS
     if not os.path.lexists(path):
         return None

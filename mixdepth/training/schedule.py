@@ -77,7 +77,7 @@ class Schedule:
 
 
 def plan(model: Any, config: TrainConfig, start: float = 1.0, teacher: Any = None) -> Schedule:
-    """Plan the longest run within the budget, for a model whose capacity falls from `start`."""
+    """Plan the longest run within the budget, for a model with a capacity that falls from `start`."""
     # 1. Whether the capacity falls at all.
     capacity = None if config.depth is None else config.depth.capacity
     lowest = min(capacity) if isinstance(capacity, tuple) else capacity
@@ -126,7 +126,7 @@ def plan(model: Any, config: TrainConfig, start: float = 1.0, teacher: Any = Non
 
 
 def _num_steps(of_length: Callable[[int], Schedule], config: TrainConfig) -> int:
-    """Return the largest number of steps whose schedule does not exceed the budget."""
+    """Return the largest number of steps that the budget pays for."""
     if config.steps is not None:
         return config.steps
     name = "flops" if config.tokens is None else "tokens"
@@ -154,7 +154,7 @@ TUNING_RATES = {"full": 1e-4, "lora": 3e-4, "router": 1e-3}
 
 
 def default_learning_rate(config: TrainConfig) -> float:
-    """Return the peak learning rate of a run whose settings have none.
+    """Return the peak learning rate of a run that has none in its settings.
 
     For a fresh model it is 8e-3 x (64 / width) x sqrt(2 / layers that a token passes on average), which was measured on
     small models: see docs/train.md.

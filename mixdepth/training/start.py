@@ -25,7 +25,7 @@ class Start:
     capacity: float = 1.0
     """The capacity that the model has before training; it falls from there."""
     adapter: Any = None
-    """The model of peft around it, whose weights are merged at the end."""
+    """The model of peft around it; the adapter's weights are merged at the end."""
     teacher: Any = None
     """The model that is distilled."""
     tokenizer: Any = None

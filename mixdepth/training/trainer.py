@@ -51,7 +51,7 @@ DIVERGED = "the run has diverged"
 
 
 class DivergedError(ValueError):
-    """A run whose loss or gradient is not a finite number any more. With the same settings it would diverge again."""
+    """The loss or the gradient of a run is not finite any more. With the same settings the run would diverge again."""
 
 
 class DepthTrainer(Trainer):

@@ -1,4 +1,4 @@
-"""What `mixdepth bench` counts: bytes and FLOPs to the last one, and models that are left as they were.
+"""`mixdepth bench` counts bytes and FLOPs exactly, and leaves models as they were.
 
 Nothing here asks how fast something is.
 """
@@ -298,7 +298,7 @@ def test_a_run_is_unrouted_and_a_plain_model_is_routed_for_the_comparison(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is no run, no model's folder and no model of the hub"),
+        (["nowhere"], "'nowhere' is neither a run nor a model's folder nor a model of the hub"),
         (["nowhere", "--width", "64"], "width has no meaning beside a model"),
         (["--corpus", "stdlib"], "--corpus stdlib has no meaning without a model"),
         (["--width", "33"], "width must be a multiple of 16"),

@@ -1,4 +1,4 @@
-"""Pretrained models: converted to the bit, layers chosen by what they cost, and back."""
+"""Pretrained models are converted to the bit, with layers that are chosen by their cost, and converted back."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ UNIT = mixdepth.DepthConfig(capacity=0.5, gate="unit", router_input="normed")
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A folder as of a pretrained model: four layers, bytes for tokens."""
+    """Make a folder like that of a pretrained model, with four layers and bytes as tokens."""
     folder = tmp_path_factory.mktemp("models") / "dense"
     save(dense(vocab_size=256), folder)
     return str(folder)
@@ -81,7 +81,7 @@ def test_the_plain_model_comes_back_from_the_command_line(pretrained, tmp_path, 
 
 
 def test_the_layers_that_cost_least_are_chosen(pretrained, corpus, tmp_path):
-    """Layer 2 does nothing, layer 3 nearly so."""
+    """Layer 2 does nothing, and layer 3 nearly nothing."""
     model = AutoModelForCausalLM.from_pretrained(pretrained)
     with torch.no_grad():
         for index, scale in ((2, 0.0), (3, 0.01)):
@@ -99,7 +99,7 @@ def test_the_layers_that_cost_least_are_chosen(pretrained, corpus, tmp_path):
 
 
 def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least_but_not_the_sink():
-    """By hand, for an MLP, in which no token sees another: its update is left out where it is smallest."""
+    """Computed by hand for an MLP, where no token sees another: its update is left out where it is smallest."""
     model = dense(dtype=torch.float64)
     ids = token_ids(2, 16)
     costs = mixdepth.layer_costs(model, [ids], capacity=0.25, target="mlp")
@@ -120,7 +120,7 @@ def test_a_layers_cost_is_that_of_skipping_the_tokens_that_it_moves_least_but_no
 
 @pytest.mark.parametrize("target", ["block", "attention"])
 def test_a_token_that_a_layer_would_not_move_costs_nothing_to_skip(target):
-    """Where the layer moves no token at all, whoever is skipped; and where it does, something is lost."""
+    """A layer that moves no token can skip any of them. Skipping tokens of another layer costs something."""
     model = dense(dtype=torch.float64)
     with torch.no_grad():
         model.model.layers[2].self_attn.o_proj.weight.zero_()
@@ -142,7 +142,7 @@ def test_fitted_routers_leave_the_model_as_it_was(pretrained, corpus, tmp_path):
 @pytest.mark.parametrize("router_input", ["normed", "stream"])
 @pytest.mark.parametrize("target", ["block", "mlp", "attention"])
 def test_routers_are_fitted_to_how_far_a_layer_moves_its_tokens(target, router_input):
-    """By hand: all tokens at once, with the first of each row wanted most."""
+    """The fit is computed by hand over all tokens at once, with the first token of each row at the top."""
     ids, settings = token_ids(4, 32), {"target": target, "router_input": router_input}
     model = mixdepth.route(dense(dtype=torch.float64), capacity=1.0, layers=(1, 2), gate="straight", **settings)
     before = model.eval()(ids).logits
@@ -191,7 +191,7 @@ def test_routers_are_fitted_before_the_capacity_falls():
 
 
 def test_fitted_routers_want_the_first_token_of_a_row_though_it_moves_least():
-    """It can be told from the others, as the sink of a pretrained model can: no other token is like it."""
+    """The first token differs from all others, like the sink of a pretrained model."""
     ids = token_ids(8, 32).clamp(min=1)
     ids[:, 0] = 0
     model = mixdepth.route(dense(), capacity=1.0, gate="straight", router_input="normed", causal="threshold").eval()
@@ -274,7 +274,7 @@ def test_nothing_is_overwritten_and_no_half_folder_is_left(pretrained, tmp_path)
     assert (tmp_path / "mod/mine.txt").read_text() == "mine"
     process = call("convert", str(tmp_path / "none"), "--out", str(tmp_path / "other"))
     assert process.returncode == 2
-    assert "no run, no model's folder and no model of the hub" in process.stderr
+    assert "neither a run nor a model's folder nor a model of the hub" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mod"]
 
 
@@ -293,7 +293,7 @@ def test_a_routed_model_is_not_routed_again(pretrained, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(pretrained, tmp_path):
-    """And a folder of the user's with a likely name is not touched."""
+    """A folder of the user with a similar name is not touched either."""
     (tmp_path / "models/mod.part").mkdir(parents=True)
     arguments = ["convert", pretrained, "--out", str(tmp_path / "models/mod")]
     process = start(*arguments, log=tmp_path / "log", file_size=20_000)
@@ -338,7 +338,7 @@ def test_windows_weigh_alike_however_they_are_batched():
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused_in_one_sentence(change, sentence, pretrained, tmp_path):
-    """Made-up weights among those that are there would be no pretrained model, and code of others is never run."""
+    """A model with some random weights is not a pretrained model, and code of others is never run."""
     shutil.copytree(pretrained, tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs/config.json").read_text())
     (tmp_path / "theirs/config.json").write_text(json.dumps({**config, **change}))
@@ -365,13 +365,13 @@ def test_generation_settings_that_cannot_be_saved_do_not_cost_the_model(pretrain
 
 def test_a_card_tells_the_first_original_and_its_licence(pretrained, tmp_path):
     shutil.copytree(pretrained, tmp_path / "theirs")
-    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\nbase_model:\n- somebody/first\n---\n# theirs\n")
+    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\nbase_model:\n- another/first\n---\n# theirs\n")
     mixdepth.convert(tmp_path / "theirs", tmp_path / "mod", UNIT)
     mixdepth.convert(str(tmp_path / "mod"), tmp_path / "plain")
     for name in ("mod", "plain"):
         card = (tmp_path / name / "README.md").read_text()
         assert "license: mit" in card
-        assert "base_model: somebody/first" in card
+        assert "base_model: another/first" in card
     (tmp_path / "theirs/README.md").write_text("---\n: [\n---\nno card at all")
     mixdepth.convert(tmp_path / "theirs", tmp_path / "other", UNIT)
     assert "made from theirs" in (tmp_path / "other/README.md").read_text()

@@ -217,7 +217,7 @@ def test_the_standard_library_is_the_same_files_each_time_and_no_tests():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda folder: "nowhere.txt", {}, "corpus 'nowhere.txt' is no file, folder or glob"),
+        (lambda folder: "nowhere.txt", {}, "corpus 'nowhere.txt' is not a file, a folder or a glob"),
         (lambda folder: folder, {}, "has no files"),
         (lambda folder: folder.joinpath("a.txt").touch() or folder / "a.txt", {}, "is empty: there is no text"),
         (lambda folder: folder.joinpath("a").write_bytes(b"a\0b") and folder / "a", {}, "is not text in UTF-8"),

@@ -1,4 +1,4 @@
-"""Models side by side: the numbers are those of `evaluate`, the same each time."""
+"""Models are compared side by side. The numbers are those of `evaluate`, and the same each time."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_the_test_text_is_evaluated_on_when_asked_for_by_name(runs, tmp_path):
     model.save_pretrained(run_and_model[1])
     mixdepth.load(str(run.folder)).tokenizer.save_pretrained(run_and_model[1])
     found = mixdepth.evaluate_runs(run_and_model, corpus=str(runs / "texts"), split="test")
-    assert found.entries[0].evaluation == found.entries[1].evaluation  # the model takes the split of the run beside it
+    assert found.entries[0].evaluation == found.entries[1].evaluation  # the model takes the split of the run next to it
     assert found.entries[0].text == found.entries[1].text == entry.text
     with pytest.raises(ValueError, match="split must be one of validation, test, not 'train'"):
         mixdepth.evaluate_runs([str(run.folder)], split="train")
@@ -146,7 +146,7 @@ def test_what_cannot_be_evaluated_is_answered_in_a_sentence(runs, tmp_path, caps
     (tmp_path / "begun" / "run.json").write_text((runs / "mod" / "run.json").read_text())
     mod = str(runs / "mod")
     for arguments, message in (
-        (["nowhere"], "'nowhere' is no run, no model's folder and no model of the hub"),
+        (["nowhere"], "'nowhere' is neither a run nor a model's folder nor a model of the hub"),
         ([str(tmp_path / "empty")], "is neither a run nor a model's folder"),
         ([str(tmp_path / "begun")], "is a run without a finished checkpoint: start its training again"),
         ([str(tmp_path / "plain")], "has no tokenizer"),

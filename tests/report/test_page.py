@@ -19,12 +19,12 @@ TEXT = 'if x <script>alert(1)</script>:\n\treturn "é & 日"  # <b>\n' * 6
 CONTEXT = 64
 NOTHING = "\u2013"
 ATTACK = "</script><script>alert(1)</script><b>"
-"""As one token: a vocabulary may have it."""
+"""Text that attacks a page, as one token. A vocabulary may hold it."""
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A model whose predictors err now and then."""
+    """Make a model with predictors that are wrong now and then."""
     model = mixdepth.route(dense(vocab_size=256), capacity=0.4, layers=(1, 2, 3))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def trace(model):
 
 @pytest.fixture
 def opened(browser, trace, tmp_path):
-    """Opens the page from disk; whatever it complains of or asks for fails the test."""
+    """Open the page from disk. Any message and any request of the page fails the test."""
     troubles, contexts = [], []
 
     def opened(**options):
@@ -312,7 +312,7 @@ def test_a_page_is_made_from_a_run_from_a_file_and_from_what_was_generated(corpu
         ([run, "--context", "1"], "context must be a whole number of at least 2"),
         ([run, "--out", str(tmp_path / "no" / "where.html")], "the page cannot be written to"),
         ([run, "--out", str(tmp_path)], "the page cannot be written to"),
-        (["nowhere"], "'nowhere' is no run"),
+        (["nowhere"], "'nowhere' is neither a run"),
     ):
         assert main(["page", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Text from models: what transformers' generate() gives, and the routes its tokens took."""
+"""Text from models is that of transformers' generate(), with the routes that its tokens took."""
 
 import shutil
 
@@ -122,7 +122,7 @@ def test_the_command_writes_text_and_colours(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "x"], "'nowhere' is no run, no model's folder and no model of the hub"),
+        (["nowhere", "x"], "'nowhere' is neither a run nor a model's folder nor a model of the hub"),
         (["RUN", ""], "give at least one prompt, and none that is empty"),
         (["RUN", "x", "--temperature", "0"], "temperature"),
         (["RUN", "x", "--max-new-tokens", "0"], "max_new_tokens"),

@@ -194,7 +194,7 @@ def test_capacity_follows_its_schedule(corpus, tmp_path):
         ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
         ({"steps": 3, "learning_rate": "fast"}, "learning_rate must be a positive number, not 'fast'"),
         ({"steps": 3, "engine": "magic"}, "engine must be one of ddp, fsdp, not 'magic'"),
-        ({"steps": 3, "corpus": "nowhere"}, "nowhere' is no file, folder or glob"),
+        ({"steps": 3, "corpus": "nowhere"}, "nowhere' is not a file, a folder or a glob"),
         ({"steps": 3, "tokenizer": "bpe:9"}, "must say how many tokens"),
         ({"steps": 3, "validation": "abc"}, "validation must be a positive number, not 'abc'"),
         ({"steps": 3, "warmup": "none"}, "warmup must be a number, not None"),
