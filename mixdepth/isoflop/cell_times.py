@@ -33,6 +33,7 @@ def seconds_per_step(config: TrainConfig, vocab_size: int, repeats: int = 5) -> 
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            # Thresholds move after each step of a routed model.
             if isinstance(model, RoutedCausalLM):
                 update_routers(model)
             loss.item()  # waits for the device

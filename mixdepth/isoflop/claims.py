@@ -62,10 +62,9 @@ def _test(claim: Hypothesis, curves: Curves) -> _Test:
     # 2. Estimate the statistic, and test the conditions: all of them must hold, so the largest p counts.
     statistic, conditions = _statistics(claim, pair)
     estimated = estimate(statistic, pair.seeds)
-    p_values = [
-        p_value(condition.statistic, pair.seeds, condition.bound, condition.alternative) for condition in conditions
-    ]
-    p = max(p_values)
+    p = 0.0
+    for condition in conditions:
+        p = max(p, p_value(condition.statistic, pair.seeds, condition.bound, condition.alternative))
 
     # 3. A p value that is not a number says that the seeds do not differ.
     has_p = math.isfinite(p)
@@ -128,14 +127,19 @@ def _statistics(claim: Hypothesis, pair: Pair) -> tuple[Statistic, list[Conditio
 def _corrected(results: list[ClaimResult]) -> list[ClaimResult]:
     """Correct the p values of the primary claims of each budget by Holm's method, for all that were planned."""
     corrected = [*results]
-    for budget in {result.budget for result in results}:
-        is_in_family = [result.budget == budget and result.family == "primary" for result in results]
-        family = [index for index, is_member in enumerate(is_in_family) if is_member]
-        p_values = {index: p for index in family if (p := results[index].p) is not None}
-        by_p = sorted(p_values, key=lambda index: p_values[index])
+    families: dict[float, list[int]] = {}  # the indices of the primary claims, by budget
+    for index, result in enumerate(results):
+        if result.family == "primary":
+            families.setdefault(result.budget, []).append(index)
+    for family in families.values():
+        p_values: dict[int, float] = {}
+        for index in family:
+            p = results[index].p
+            if p is not None:
+                p_values[index] = p
+        # The claim of rank r (from 0) among m planned ones has the corrected value max over s <= r of (m - s) p_s.
         highest = 0.0
-        for rank, index in enumerate(by_p):
-            # p_(rank) * (m - rank), never below that of a smaller p
+        for rank, index in enumerate(sorted(p_values, key=p_values.__getitem__)):
             highest = max(highest, min(1.0, (len(family) - rank) * p_values[index]))
             corrected[index] = replace(results[index], p_corrected=highest)
     return corrected

@@ -166,7 +166,7 @@ class Pair:
         low, high = self._common_sizes()
         difference = np.subtract(self.one.parabola(seeds), self.other.parabola(seeds))  # (3,)
         crossings = []
-        for root in np.roots(difference):
+        for root in np.roots(difference):  # at most two logarithms of sizes
             if abs(root.imag) < 1e-9 and root.real < MAX_LOG_SIZE:
                 size = math.exp(root.real)
                 if low <= size <= high:
@@ -206,7 +206,8 @@ class Pair:
 
 def parabola(sizes: Sequence[float], losses: Sequence[float]) -> list[float]:
     """Fit the loss by a parabola in the logarithm of the size: its coefficients, the square first."""
-    return [float(value) for value in np.polyfit(np.log(sizes), losses, 2)]
+    coefficients = np.polyfit(np.log(sizes), losses, 2)  # (3,): loss = a x^2 + b x + c, x = log(size)
+    return [float(value) for value in coefficients]
 
 
 def lowest(sizes: Sequence[float], losses: Sequence[float]) -> Optimum:
@@ -217,8 +218,10 @@ def lowest(sizes: Sequence[float], losses: Sequence[float]) -> Optimum:
     """
     if len(sizes) >= MIN_SIZES:
         a, b, c = parabola(sizes, losses)
+        # The lowest point of a x^2 + b x + c with a > 0 is at x = -b / (2 a), where it is c - b^2 / (4 a).
         lowest_log = -b / (2 * a) if a > 0 else math.inf
         if math.log(min(sizes)) <= lowest_log <= math.log(max(sizes)):
             return Optimum(math.exp(lowest_log), c - b**2 / (4 * a), True)
+    # Without a lowest point among the sizes the best size that was tried stands for it.
     index = int(np.argmin(losses))
     return Optimum(sizes[index], losses[index], False)

@@ -25,6 +25,7 @@ def plot(folder: str | Path, split: str = "validation") -> list[Path]:
     variants = list(dict.fromkeys(curve.variant for curve in curves))
     looks = {name: look(index) for index, name in enumerate(variants)}
     ending = "" if split == "validation" else f"-{split}"
+    # Fig. 3 shows one budget; Fig. 4 needs sizes, and is not drawn for a study of single sizes.
     curves_of_widest = _of_widest_budget(curves)
     pictures = [save(_variants(curves_of_widest, looks, split), study.folder, "variants" + ending)]
     if any(len(curve.points) > 1 for curve in curves):
@@ -62,11 +63,10 @@ def _variants(curves: list[CurveResult], looks: dict[str, Look], split: str) -> 
     left.set_title(f"{short(curves[0].budget)} training FLOPs")
     _label(left, split)
     left.legend()
-    names = [curve.variant for curve in curves]
-    costs = [curve.best.flops_per_token / 1e6 for curve in curves]
-    colors = [looks[name]["color"] for name in names]
-    bars = right.barh(names, costs, color=colors)
-    right.bar_label(bars, [f" {curve.best.shape}: {curve.best.loss:.4f}" for curve in curves])
+    for curve in curves:
+        cost = curve.best.flops_per_token / 1e6
+        bar = right.barh(curve.variant, cost, color=looks[curve.variant]["color"])
+        right.bar_label(bar, [f" {curve.best.shape}: {curve.best.loss:.4f}"])
     right.invert_yaxis()
     right.margins(x=0.45)
     right.set_xlabel("MFLOPs of a forward pass, for each token")

@@ -50,10 +50,10 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
     finished = [cell for cell in study.cells if study.is_finished(cell)]
     if not finished:
         raise ValueError(f"no cell of the study in {str(folder)!r} is finished: mixdepth isoflop run {folder}")
-    num_unsettled = sum(not study.is_settled(cell) for cell in study.cells)
-    if split == "test" and num_unsettled:
+    unsettled = [cell for cell in study.cells if not study.is_settled(cell)]
+    if split == "test" and unsettled:
         raise ValueError(
-            f"{num_unsettled} cells are not finished: the test text is opened once, when all is done and decided"
+            f"{len(unsettled)} cells are not finished: the test text is opened once, when all is done and decided"
         )
 
     # 2. Their losses, and the curves through those that count. `reasons` says why the others do not.
@@ -72,6 +72,8 @@ def fit(folder: str | Path, split: str = "validation") -> Fit:
         tests=tested(study.hypotheses, curves),
         left_out=[LeftOut(cell=name, reason=reason) for name, reason in reasons.items()],
     )
+
+    # 4. Write them, and gather the cells that are not in cells.jsonl yet.
     study.gather()
     fitted.write(path)
     return fitted
@@ -105,14 +107,21 @@ def _curves(study: Study, cells: list[Cell], losses: dict[str, Losses], reasons:
     for cell in cells:
         by_shape = by_curve.setdefault((cell.budget, cell.variant), {})
         by_shape.setdefault(cell.shape, []).append(cell)
+    planned_shapes: dict[Key, set[str]] = {}
+    for cell in study.cells:
+        planned_shapes.setdefault((cell.budget, cell.variant), set()).add(cell.shape)
     curves = {}
-    for (budget, variant), by_shape in by_curve.items():
-        seeds = _common_seeds(by_shape, reasons)
+    for key, by_shape in by_curve.items():
+        budget, variant = key
+        seeds = _common_seeds(by_shape, reasons)  # a curve takes the same seeds at all of its sizes
         points = [_point(same_shape, seeds, losses, reasons) for same_shape in by_shape.values()]
         points.sort(key=lambda point: point.parameters)
-        planned = {cell.shape for cell in study.cells if (cell.budget, cell.variant) == (budget, variant)}
-        curves[budget, variant] = Curve(
-            budget=budget, variant=variant, points=tuple(points), seeds=seeds, num_planned=len(planned)
+        curves[key] = Curve(
+            budget=budget,
+            variant=variant,
+            points=tuple(points),
+            seeds=seeds,
+            num_planned=len(planned_shapes[key]),
         )
     return curves
 
@@ -120,8 +129,9 @@ def _curves(study: Study, cells: list[Cell], losses: dict[str, Losses], reasons:
 def _common_seeds(by_shape: dict[str, list[Cell]], reasons: dict[str, str]) -> list[int]:
     """Find the seeds that all sizes have. While there are none, drop the size with the fewest seeds."""
     while True:
-        seeds_of_shapes = [{cell.seed for cell in same_shape} for same_shape in by_shape.values()]
-        seeds = set.intersection(*seeds_of_shapes)
+        seeds = {cell.seed for same_shape in by_shape.values() for cell in same_shape}
+        for same_shape in by_shape.values():
+            seeds &= {cell.seed for cell in same_shape}
         if seeds:
             return sorted(seeds)
         fewest = min(by_shape, key=lambda shape: len(by_shape[shape]))
@@ -131,19 +141,25 @@ def _common_seeds(by_shape: dict[str, list[Cell]], reasons: dict[str, str]) -> l
 
 def _point(cells: list[Cell], seeds: list[int], losses: dict[str, Losses], reasons: dict[str, str]) -> Point:
     """Make a point of the cells of one size, with the seeds of the curve."""
-    by_seed: dict[int, Losses] = {}
+    causal: dict[int, float] = {}
+    lookahead: dict[int, float] = {}
+    capacities: dict[int, list[float] | None] = {}
     for cell in cells:
-        if cell.seed in seeds:
-            by_seed[cell.seed] = losses[cell.name]
-        else:
+        if cell.seed not in seeds:
             reasons[cell.name] = "other sizes lack its seed"
+            continue
+        of_cell = losses[cell.name]
+        causal[cell.seed] = of_cell.causal
+        lookahead[cell.seed] = of_cell.lookahead
+        capacities[cell.seed] = of_cell.capacities
+    first = cells[0]  # cells of one size differ in the seed alone
     return Point(
-        shape=cells[0].shape,
-        parameters=cells[0].parameters,
-        flops_per_token=cells[0].flops_per_token,
-        losses={seed: of_seed.causal for seed, of_seed in by_seed.items()},
-        lookahead_losses={seed: of_seed.lookahead for seed, of_seed in by_seed.items()},
-        capacities={seed: of_seed.capacities for seed, of_seed in by_seed.items()},
+        shape=first.shape,
+        parameters=first.parameters,
+        flops_per_token=first.flops_per_token,
+        losses=causal,
+        lookahead_losses=lookahead,
+        capacities=capacities,
     )
 
 
@@ -189,7 +205,7 @@ def _best_result(best: Point, seeds: list[int]) -> BestResult:
     lookahead_losses = [best.lookahead_losses[seed] for seed in seeds]
     std = None
     if len(losses) > 1:
-        std = float(np.std(losses, ddof=1))
+        std = float(np.std(losses, ddof=1))  # of the population that the seeds are drawn from
     return BestResult(
         shape=best.shape,
         parameters=best.parameters,
@@ -206,10 +222,12 @@ def _mean_capacities(by_seed: Sequence[list[float] | None]) -> list[float]:
     present = [capacities for capacities in by_seed if capacities]
     if not present:
         return []
-    return [float(mean) for mean in np.mean(present, axis=0)]
+    means = np.mean(present, axis=0)  # (routed layers,)
+    return [float(mean) for mean in means]
 
 
 def _optimum_result(curve: Curve, optimum: Optimum) -> OptimumResult:
+    # The size is estimated as a logarithm, in which the curve is a parabola and its scatter is more even.
     log_size = estimate(lambda seeds: math.log(curve.optimum(seeds).parameters), curve.seeds)
     loss = estimate(lambda seeds: curve.optimum(seeds).loss, curve.seeds)
     return OptimumResult(

@@ -156,10 +156,14 @@ def _is_positive(value: object) -> bool:
     return is_number(value) and 0 < value <= LARGEST  # type: ignore[operator]
 
 
+LOWEST_LOSS, HIGHEST_LOSS = 1e-6, 1e6
+"""Nats per token beyond which a loss can only be damage: a uniform guess among 1e9 tokens has 21."""
+
+
 def _is_loss(value: object) -> bool:
     """Return whether this can be a loss. That of a run that diverged is not a number, or infinite."""
     has_diverged = isinstance(value, float) and (math.isnan(value) or value == math.inf)
-    return has_diverged or _is_positive(value)
+    return has_diverged or (_is_positive(value) and LOWEST_LOSS <= value <= HIGHEST_LOSS)  # type: ignore[operator]
 
 
 def _is_cell_name(value: object) -> bool:
@@ -185,7 +189,7 @@ EFFECT = Value(words="a number from -700 to 700", holds=_is_within(-LARGEST_EFFE
 COUNT = Value(words="a whole number from 1 to 10**18", holds=_is_whole(1, LARGEST_COUNT))
 COUNT_OR_ZERO = Value(words="a whole number from 0 to 10**18", holds=_is_whole(0, LARGEST_COUNT))
 FLOPS = Value(words="a whole number from 1 to 1e30", holds=_is_whole(1, int(LARGEST)))
-LOSS = Value(words="a positive number up to 1e30", holds=_is_loss)
+LOSS = Value(words=f"a number from {LOWEST_LOSS:g} to {HIGHEST_LOSS:g}", holds=_is_loss)
 CELL_NAME = Value(words="a path within the study", holds=_is_cell_name)
 VARIANT = Value(words="the name of a variant", holds=_is_variant)
 KIND = _is_one_of("less", "differs", "larger", "crosses", "equivalent")

@@ -36,11 +36,11 @@ def hypotheses(study: Study, asked: Sequence[str], goal: float) -> list[Hypothes
     than two of these, the claim is exploratory. If the variants share fewer than two seeds, it waits for a later plan.
     """
     by_name = {hypothesis.name: hypothesis for hypothesis in study.hypotheses}
-    for budget in dict.fromkeys(cell.budget for cell in study.cells):
-        cells: dict[str, list[Cell]] = {}
-        for cell in study.cells:
-            if cell.budget == budget:
-                cells.setdefault(cell.variant, []).append(cell)
+    by_budget: dict[float, dict[str, list[Cell]]] = {}
+    for cell in study.cells:
+        by_variant = by_budget.setdefault(cell.budget, {})
+        by_variant.setdefault(cell.variant, []).append(cell)
+    for budget, cells in by_budget.items():
         for claim in _claims(list(cells), asked, goal):
             hypothesis = _hypothesis(study, claim, budget, cells[claim.variant], cells[claim.against])
             if hypothesis is not None:
@@ -109,6 +109,7 @@ def _claims(names: Sequence[str], asked: Sequence[str], goal: float) -> Iterator
                 is_primary=is_first,
                 words=f"causal routing costs {variant.name} less than {EQUAL:.1%} of its loss, or gains less",
             )
+    # Claims have a direction, so both orders of a pair are looked at.
     for one, other in itertools.permutations(routed, 2):
         is_later = routed.index(one) > routed.index(other)
         yield from _claims_among_routed(one, other, is_later)

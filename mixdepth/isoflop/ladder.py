@@ -56,7 +56,7 @@ def shapes_near(
     if costs:
         nearest = min(costs, key=lambda shape: _distance(shape, costs[shape], middle, variant.aspect))
         layers = nearest[0]
-    near = []
+    near = []  # by width, and so by cost
     for shape, cost in sorted(costs.items()):
         if shape[0] == layers and _is_near_a_rung(cost, rungs):
             near.append(shape)
@@ -93,6 +93,7 @@ def _assign(near: Sequence[Shape], costs: dict[Shape, float], rungs: Sequence[fl
     best: list[tuple[float, tuple[Shape, ...]]] = [(math.inf, ())] * (len(rungs) + 1)
     best[0] = (0.0, ())
     for shape in near:
+        # From the last rung down, so that no shape is used for two rungs.
         for num_rungs in range(len(rungs), 0, -1):
             distance, shapes = best[num_rungs - 1]
             distance += _octaves(costs[shape], rungs[num_rungs - 1])
@@ -119,10 +120,12 @@ def _distance(shape: Shape, cost: float, rung: float, aspect: float) -> float:
 
 def _cost(variant: Variant, common: TrainConfig, width: int, vocab_size: int) -> tuple[float, float]:
     """Count the FLOPs per token of one period of the routing pattern, and of the logits."""
+    # Capacities that fall change the cost of early steps, not that of the trained model.
     settings = {**variant.training, "capacity_steps": 0, "depth": variant.depth}
     config = replace(common, **settings, layers=variant.every, width=width)
     with torch.device("meta"):
         model = make_model(config, vocab_size)
         count = count_flops(model, common.context)
+    # The logits cost the same whatever the number of layers, so they are not part of a period.
     of_logits = count.logits / common.context
     return count.total / common.context - of_logits, of_logits

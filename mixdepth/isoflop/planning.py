@@ -210,7 +210,7 @@ def _cells_of_shape(
     """Make the cells of one size, one for each seed. Their expected time is not known yet."""
     layers, width = shape
     config = _config(request.common, variant, budget, shape)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes are enough to count FLOPs
         model = make_model(config, len(corpus.tokenizer))
     course = schedule.plan(model, config)
     if not request.has_log_every:
@@ -240,7 +240,7 @@ def _config(common: TrainConfig, variant: Variant, budget: float, shape: Shape) 
     """Complete the common settings by those of the variant, the budget and the shape."""
     layers, width = shape
     settings = common.to_dict() | variant.training
-    settings |= {"steps": None, "flops": budget, "depth": variant.depth}
+    settings |= {"steps": None, "flops": budget, "depth": variant.depth}  # the budget decides the steps
     settings |= {"layers": layers, "width": width, "heads": default_heads(width)}
     config = TrainConfig.from_dict(settings)
     return replace(config, learning_rate=config.learning_rate or default_learning_rate(config))
@@ -284,7 +284,7 @@ def _settings_of_point(cell: Cell) -> dict[str, Any]:
     ignored = {*MAY_DIFFER, "seed", "log_every"}
     settings = {name: value for name, value in cell.settings.items() if name not in ignored}
     if settings["depth"] is not None:
-        settings["depth"] = {**settings["depth"], "seed": None}
+        settings["depth"] = {**settings["depth"], "seed": None}  # of random routing
     return settings
 
 

@@ -82,6 +82,7 @@ def _slopes(pair: Pair) -> list[float]:
     """Measure how far the relative loss moves with the mean of each size: P numbers."""
     nudged_pairs = [replace(pair, one=curve) for curve in _nudged(pair.one)]
     nudged_pairs += [replace(pair, other=curve) for curve in _nudged(pair.other)]
+    # The relative loss is no formula in the means, so its derivative is a difference quotient.
     before = pair.relative_loss(pair.seeds)
     return [(after.relative_loss(pair.seeds) - before) / NUDGE for after in nudged_pairs]
 

@@ -274,7 +274,7 @@ class Study:
 
     def _part(self, cell: Cell, name: str, file: str) -> _Part:
         """Read a part from cells.jsonl, or from the folder if cells.jsonl does not have it."""
-        content = None
+        content = None  # of the part of the cell's line, if it has one
         if cell.name in self.records:
             content = getattr(self.records[cell.name], name)
         if content is None:
@@ -325,7 +325,7 @@ class Study:
                 record = study._newest_record(cell)
                 if record is not None:
                     records[cell.name] = record
-            # A cell that another process planned in the meantime keeps its line.
+            # A cell that was planned after this study was read keeps its line.
             added_meanwhile = {name: record for name, record in before.items() if name not in records}
             records |= added_meanwhile
             if records != before:
