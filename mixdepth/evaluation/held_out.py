@@ -138,7 +138,7 @@ def _add_counts(model: RoutedCausalLM, out: Any, counts: dict[int, Tensor], expe
     for index, route, capacity in zip(model.deciding_layers, out.routes, capacities, strict=True):
         counts[index] = counts.get(index, 0) + _counts(route, capacity)
     for index, load in expert_loads(model, out):
-        tokens_of_experts = load.taken.sum((0, 1))  # (experts,)
+        tokens_of_experts = load.processed.sum((0, 1))  # (experts,)
         num_tokens = load.used.sum()[None]  # (1,)
         both = torch.cat([tokens_of_experts, num_tokens]).double()
         expert_counts[index] = expert_counts.get(index, 0) + both
