@@ -1,4 +1,4 @@
-"""Corpora: read alike from everywhere, split by document, tokenised once."""
+"""Corpora are read the same way from everywhere, split by document, and tokenised once."""
 
 import json
 import os

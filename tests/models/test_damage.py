@@ -436,7 +436,7 @@ def test_a_tokenizer_without_its_settings_is_named(copy):
     assert "has no tokenizer_config.json" in process.stderr
 
 
-# --- what a run goes on from ---
+# --- what a run is resumed from ---
 
 
 @pytest.mark.parametrize("junk", [b"junk", b"\x80\x04\x8c\x02os\x94.", b""])

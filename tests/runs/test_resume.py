@@ -56,7 +56,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(scheme, co
         lambda: (killed / "model.safetensors").exists(),  # when all that is missing is the last file
     ]
     caught_half_written = False
-    for moment in moments if scheme == "expert_choice" else moments[2:3]:  # what is random goes on where it was
+    for moment in moments if scheme == "expert_choice" else moments[2:3]:  # the random state is resumed too
         log = tmp_path / "log"
         kill_when(start(*arguments, "--out", str(killed), log=log), log, moment)
         caught_half_written |= bool(half_written())
@@ -79,7 +79,7 @@ def lines_so_far(run):
 
 @pytest.fixture
 def interrupted(finished, tmp_path):
-    """A copy of the finished run that has yet to get from step 40 to 60."""
+    """A copy of the finished run without its last part: it has checkpoints at steps 40 and 60, and no model."""
     run = tmp_path / "mod"
     shutil.copytree(finished / "mod", run)
     (run / "result.json").unlink()
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(file, int
     assert f"checkpoint-60 is damaged ({file} is not what was written): going back to checkpoint-40" in process.stderr
     assert weights(interrupted) == weights(finished / "mod")
     assert (interrupted / "metrics.jsonl").read_bytes() == (finished / "mod" / "metrics.jsonl").read_bytes()
-    assert (interrupted / "damaged-checkpoint-60").is_dir()  # for whoever wants to look
+    assert (interrupted / "damaged-checkpoint-60").is_dir()  # so that the user can look at it
 
 
 def test_a_full_disk_loses_nothing_and_says_what_to_do(interrupted, finished, tmp_path):
@@ -187,10 +187,10 @@ def test_a_run_of_a_version_with_other_defaults_is_refused(interrupted):
 def test_folders_that_are_no_runs_are_left_alone(corpus, tmp_path):
     arguments = ["train", *flags({**TINY, "corpus": corpus, "steps": 3})]
     (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "dear.txt").write_text("Dear")
-    assert "holds 'dear.txt' and no run.json" in refusal(*arguments, "--out", str(tmp_path / "letters"))
-    assert os.listdir(tmp_path / "letters") == ["dear.txt"]
-    assert "is a file" in refusal(*arguments, "--out", str(tmp_path / "letters" / "dear.txt"))
+    (tmp_path / "letters" / "letter.txt").write_text("Dear")
+    assert "holds 'letter.txt' and no run.json" in refusal(*arguments, "--out", str(tmp_path / "letters"))
+    assert os.listdir(tmp_path / "letters") == ["letter.txt"]
+    assert "is a file" in refusal(*arguments, "--out", str(tmp_path / "letters" / "letter.txt"))
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "run.json").write_text('{"settings": {')
     assert "run.json' is damaged" in refusal(*arguments, "--out", str(tmp_path / "half"))
@@ -218,7 +218,7 @@ def test_two_processes_train_as_one_does_and_either_goes_on_for_the_other(engine
     assert codes == [0, 0], said
     compare(two, one)
 
-    # One process loads the two's checkpoint and goes on with it; two go on with that of one, and with their own.
+    # One process resumes from the checkpoint of two; two resume from that of one, and from their own.
     for run, processes in ((two, 1), (one, 2), (two, 2)):
         other = shutil.copytree(run, tmp_path / f"from_{run.name}_to_{processes}")
         (other / "result.json").unlink()
@@ -260,8 +260,11 @@ def test_what_the_first_process_refuses_all_refuse_without_a_traceback_of_ours(c
 
 
 def compare(run, expected):
-    """Losses and gradients up to the order of sums, to 1e-5 in the first step. Later a token at the edge of the top k
-    may fall to the other side, and where a gradient is almost zero AdamW makes steps of its rounding."""
+    """Compare losses and gradients up to the order of sums: to 1e-5 in the first step.
+
+    Later a token at the threshold of the top k may fall to the other side, and where a gradient is almost zero AdamW
+    makes steps of its rounding.
+    """
     for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(expected / "metrics.jsonl"), strict=True):
         assert ours.keys() == theirs.keys()
         first = ours["step"] == 1

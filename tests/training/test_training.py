@@ -9,12 +9,14 @@ import torch
 from corpora import TINY, documents, flags, lines, refusal, write_folder
 
 import mixdepth
+from mixdepth.data import corpus as corpus_module
 from mixdepth.data.corpus import load_corpus
 from mixdepth.models.fresh import make_model, with_shape
 from mixdepth.runs.checkpoints import complete_checkpoints
 from mixdepth.runs.run import Run
+from mixdepth.runs.settings import MAY_DIFFER, NOT_COMMON, OF_FRESH, OF_PRETRAINED
 from mixdepth.training.schedule import default_learning_rate, plan
-from mixdepth.training.trainer import DepthTrainer
+from mixdepth.training.trainer import DepthTrainer, DivergedError
 
 
 def test_a_run_tells_all_that_happened(finished, corpus):
@@ -216,8 +218,38 @@ def test_a_run_that_diverges_stops_and_says_so(corpus, tmp_path):
         mixdepth.train(tmp_path / "run", **settings, depth=None)
 
 
+def test_a_run_that_has_diverged_raises_an_error_of_its_own_kind(corpus, tmp_path):
+    settings = {**TINY, "corpus": corpus, "steps": 60, "learning_rate": 1e9, "max_grad_norm": 0.0}
+    with pytest.raises(DivergedError):
+        mixdepth.train(tmp_path / "run", **settings, depth=None)
+
+
+def test_the_text_is_read_once_at_a_start(corpus, tmp_path, monkeypatch):
+    read = []
+
+    def watch(documents, source):
+        read.append(source)
+        return survey(documents, source)
+
+    survey = corpus_module._survey
+    monkeypatch.setattr(corpus_module, "_survey", watch)
+    run = mixdepth.train(tmp_path / "run", **TINY, corpus=corpus, steps=2, depth=None)
+    assert read == [corpus]
+    run.corpus()
+    assert read == [corpus, corpus]
+
+
+def test_each_setting_says_which_runs_it_belongs_to():
+    assert set(MAY_DIFFER) == {"engine", "report_to", "compile", "gradient_checkpointing", "micro_batch_size"}
+    assert set(OF_PRETRAINED) == {"model", "method", "lora_rank", "distill"}
+    shape = {"layers", "width", "heads", "shape"}
+    assert set(OF_FRESH) == {*shape, "num_experts", "experts_per_token", "tokenizer"}
+    found_by_plan = {*shape, "depth", "flops", "tokens", "steps", "seed"}
+    assert set(NOT_COMMON) == {*found_by_plan, *OF_PRETRAINED, "capacity_steps"}
+
+
 @pytest.mark.parametrize("setting", ["bf16", "compile", "gradient_checkpointing"])
-def test_other_ways_of_computing_train_alike(setting, finished, corpus, tmp_path):
+def test_other_ways_of_computing_train_the_same_way(setting, finished, corpus, tmp_path):
     settings = {**TINY, "corpus": corpus, "steps": 6}
     depth = mixdepth.DepthConfig(capacity=0.25)
     runs = [

@@ -81,7 +81,7 @@ def test_an_adapter_holds_the_routers_and_merges_into_the_tuned_model(converted,
 
 def test_a_tuned_run_resumes_to_the_bit(converted, corpus, tmp_path):
     settings = {**TUNING, "corpus": corpus, "steps": 12, "save_every": 4, "method": "lora", "distill": 0.5}
-    settings["capacity_steps"] = 0.9  # it is still falling when the run goes on
+    settings["capacity_steps"] = 0.9  # it is still falling when the run is resumed
     whole, halted = tmp_path / "whole", tmp_path / "halted"
     process = call("tune", converted, *flags(settings), "--out", str(whole))
     assert process.returncode == 0, process.stderr
@@ -110,12 +110,12 @@ def test_distillation_pulls_towards_the_pretrained_model(pretrained, converted, 
 
 
 def test_divergence_is_torchs_own():
-    logits, foretold = torch.randn(2, 2, 5, 7, dtype=torch.float64)
+    logits, predicted = torch.randn(2, 2, 5, 7, dtype=torch.float64)
     labels = torch.tensor([[1, 2, 3, -100, -100], [0, -100, 2, 3, 4]])
     used = labels[:, 1:] != -100
-    student, teacher = (x[:, :-1][used].log_softmax(-1) for x in (logits.float(), foretold.float()))
+    student, teacher = (x[:, :-1][used].log_softmax(-1) for x in (logits.float(), predicted.float()))
     expected = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="sum")
-    torch.testing.assert_close(divergence(logits, foretold, labels), expected)
+    torch.testing.assert_close(divergence(logits, predicted, labels), expected)
     assert divergence(logits, logits, labels) == 0
 
 
@@ -229,7 +229,7 @@ def test_distillation_does_not_depend_on_micro_batches(converted, corpus, tmp_pa
     parts = mixdepth.tune(converted, tmp_path / "parts", micro_batch_size=1, **settings)
     for step, (one, other) in enumerate(zip(whole.metrics, parts.metrics, strict=True)):
         for name in {"loss", "lm_loss", "distill_loss", "grad_norm"} & one.keys():
-            # routers that start at 0 score all tokens nearly alike: after a step one at the edge may go the other way
+            # Routers that start at 0 give tokens nearly equal scores: after a step others may be chosen.
             assert other[name] == pytest.approx(one[name], rel=2e-2 if step else 1e-4, abs=1e-6)
 
 
