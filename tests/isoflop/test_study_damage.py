@@ -81,8 +81,8 @@ OF_HYPOTHESES = cases(
 )
 OF_RESULTS = cases(
     {
-        "validation_loss": [None, "x", [], True, 0, -5, 1e300, -math.inf, 10**300],
-        "validation_lookahead_loss": [None, "x", [], True, 0, -5, 1e300, -math.inf, 10**300],
+        "validation_loss": [None, "x", [], True, 0, -5, 1e300, 1e29, 1e-300, -math.inf, 10**300],
+        "validation_lookahead_loss": [None, "x", [], True, 0, -5, 1e300, 1e29, 1e-300, -math.inf, 10**300],
         "validation_capacities": [
             *[None, 5, "x", {}, [None, None], [1e308, "x"], [1e308, 0.2], [1.01, 0.2], [-0.1, 0.2]],
             *[[math.nan, 0.2], [], [0.2], [0.2, 0.2, 0.2]],
