@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs or parses, what it names exists, and generated pages are current."""
+"""Code blocks of the documentation run or parse, the names in it exist, and generated pages are current."""
 
 import importlib
 import re
@@ -15,8 +15,10 @@ from mixdepth.cli import make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKED_PAGES = [*ROOT.glob("*.md"), *PAGES[1:], *ROOT.glob("benchmarks/*.md"), *ROOT.glob("experiments/**/*.md")]
-LINKED_PAGES += [*ROOT.glob("mixdepth/**/README.md")]
+OTHER_PAGES = ("*.md", "benchmarks/*.md", "experiments/**/*.md", "mixdepth/**/README.md")
+LINKED_PAGES = PAGES[1:] + [page for pattern in OTHER_PAGES for page in ROOT.glob(pattern)]
+LANGUAGES_OF_COMMANDS = ("", "sh")
+COMMAND = re.compile(r"(mixdepth|torchrun|accelerate|python|make|\w+=\S+) ")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -35,21 +37,39 @@ def test_the_pages_links_lead_to_files(page):
 
 
 def commands(text):
-    """The commands of a page's code blocks that are not Python, as lists of words."""
-    found = []
+    """Find the commands in the code blocks of a page. Each is a list of words."""
+    result = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh") else ():
-            if re.match(r"(mixdepth|torchrun|accelerate|python|make|\w+=\S+) ", line):
+        if language not in LANGUAGES_OF_COMMANDS:
+            continue
+        lines = block.replace("\\\n", " ").splitlines()  # a backslash continues a line
+        for line in lines:
+            if COMMAND.match(line):
                 words = shlex.split(line, comments=True)
-                while "&&" in words:
-                    found.append(words[: words.index("&&")])
-                    words = words[words.index("&&") + 1 :]
-                found.append(words)
-    return found
+                result += split_at(words, "&&")
+    return result
+
+
+def split_at(words, separator):
+    """Split a list of words at each separator.
+
+    >>> split_at(["a", "&&", "b", "c"], "&&")
+    [['a'], ['b', 'c']]
+    """
+    parts = [[]]
+    for word in words:
+        if word == separator:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
 
 
 def arguments_of(command):
-    """What a command hands to mixdepth; None if it is another's. `...` stands for what else is needed."""
+    """Return the arguments that a command gives to mixdepth, or None if it runs another program.
+
+    In the pages `...` stands for arguments that are left out.
+    """
     if command[0] == "mixdepth":
         arguments = command[1:]
     elif "-m" in command and command[command.index("-m") + 1] == "mixdepth":
@@ -58,7 +78,10 @@ def arguments_of(command):
         return None
     if "..." not in arguments:
         return arguments
-    return [word for word in arguments if word != "..."] + ["--out", "OUT"] * ("--out" not in arguments)
+    arguments = [word for word in arguments if word != "..."]
+    if "--out" not in arguments:
+        arguments += ["--out", "OUT"]
+    return arguments
 
 
 def test_commands_are_found_in_blocks_with_continuations_comments_and_launchers():
@@ -76,15 +99,15 @@ run.json    mixdepth
 mixdepth = 1
 ```
 """
-    found = commands(page)
-    assert [arguments_of(command) for command in found] == [
+    listed = commands(page)
+    assert [arguments_of(command) for command in listed] == [
         ["eval", "a", "b"],
         ["isoflop", "run", "s"],
         ["isoflop", "fit", "s"],
         ["train", "--out", "OUT"],
         None,
     ]
-    assert found[-1] == ["make", "demo"]
+    assert listed[-1] == ["make", "demo"]
 
 
 @every_page
@@ -152,6 +175,7 @@ def test_the_pictures_of_concepts_are_current():
 
 
 def docs_module(name):
+    """Import a script of docs/."""
     sys.path.insert(0, str(ROOT / "docs"))
     return importlib.import_module(name)
 
