@@ -68,6 +68,8 @@ class TrainConfig:
     8
     """
 
+    # The text
+
     corpus: str = "stdlib"
     """Text to train on: `stdlib`, `python`, a file or a folder. `stdlib` is the source of the Python standard library
     (11 MB), `python` adds the source of torch and transformers (110 MB). A glob, a .jsonl or .parquet file, a dataset
@@ -88,6 +90,8 @@ class TrainConfig:
 
     context: int = 256
     """Tokens in a window. A routed layer takes its top k over a window."""
+
+    # The model, and what of it is trained
 
     model: str | None = setting(None, only_for="pretrained", shared_in_studies=False)
     """The pretrained model to start from, routed or not: a folder, a name of the hub, or `smollm2`. It brings its
@@ -126,6 +130,8 @@ class TrainConfig:
     depth: DepthConfig | None = setting(default_factory=DepthConfig, shared_in_studies=False)
     """How tokens are routed. None is a dense model."""
 
+    # The budget, and how it is divided into steps
+
     flops: float | None = setting(None, shared_in_studies=False)
     """Budget in training FLOPs. A window costs three forward passes, with attention, logits, routers and predictors.
     Give this, `tokens` or `steps`."""
@@ -141,6 +147,8 @@ class TrainConfig:
 
     micro_batch_size: int | None = setting(None, may_differ=True)
     """Windows in one forward pass of one process; fewer need less memory. None is all of a process's share."""
+
+    # The optimizer
 
     learning_rate: float | None = setting(None, by_variant=True)
     """Peak learning rate. None follows the rule in docs/train.md, which is the same for dense and routed models."""
@@ -167,6 +175,8 @@ class TrainConfig:
     """Learning rate of the other weights of routed layers, as a multiple of the model's. None is the square root of the
     capacity: a layer sees that share of the tokens, and Adam's rate grows with the square root of the batch."""
 
+    # Routing in the course of the run
+
     capacity_steps: float = setting(0, shared_in_studies=False, by_variant=True)
     """Optimizer steps over which the capacity falls from 1 to its target, in 16 equal parts. A value below 1 is a share
     of all steps. 0 starts at the target."""
@@ -174,6 +184,8 @@ class TrainConfig:
     calibrate: int = 0
     """Windows of the training text on which thresholds are set when training ends, so that causal routing takes its
     intended share of the tokens. 0 leaves thresholds as they were learned. These passes do not count as FLOPs."""
+
+    # How the run is computed
 
     seed: int = setting(0, shared_in_studies=False)
     """Random seed of weights and data. It sets the initial weights and the order of the training windows."""
@@ -189,6 +201,8 @@ class TrainConfig:
 
     engine: Engine = setting("ddp", may_differ=True)
     """How several processes (torchrun) share the model: each has a copy (`ddp`) or a shard (`fsdp`)."""
+
+    # What is written, and when
 
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""

@@ -87,9 +87,10 @@ def train_on(corpus: Corpus, run: Run, config: TrainConfig) -> None:
     with ExitStack() as stack:
         main_first(state, lambda: stack.enter_context(run.open(about)))
 
-        # 3. Train, unless the run is finished.
+        # 3. Train and write the model, unless the run is finished.
         if run.result is None:
-            _train(run, config, corpus, start, schedule, trainer_arguments, state)
+            trainer = _train(run, config, corpus, start, schedule, trainer_arguments, state)
+            _finish(trainer, run, config, corpus, start, schedule, state)
         state.wait_for_everyone()
 
 
@@ -106,11 +107,10 @@ def _train(
     schedule: Schedule,
     trainer_arguments: TrainingArguments,
     state: PartialState,
-) -> None:
-    """Train from the newest checkpoint to the end, and write the finished model and its results."""
+) -> DepthTrainer:
+    """Train from the newest checkpoint to the last step."""
     model = start.model
-    train_windows = corpus.train.windows(config.context)
-    batches = train_windows.whole_batches(config.batch_size)
+    batches = corpus.train.windows(config.context).whole_batches(config.batch_size)
     tokenizer = start.tokenizer or corpus.tokenizer
 
     # 1. Find the checkpoint to resume from, and remove what was written after it.
@@ -147,14 +147,27 @@ def _train(
         trainer.train(resume_from_checkpoint=str(checkpoint))
     else:
         trainer.restore(checkpoint)
+    return trainer
 
-    # 3. Set thresholds at the share of the tokens that they should choose.
+
+def _finish(
+    trainer: DepthTrainer,
+    run: Run,
+    config: TrainConfig,
+    corpus: Corpus,
+    start: Start,
+    schedule: Schedule,
+    state: PartialState,
+) -> None:
+    """Write the trained model and its results."""
+    # 1. Set thresholds so that causal routing chooses its intended share of the tokens.
+    model = start.model
     if config.calibrate and has_thresholds(model):
         tell("calibrating")
-        windows = train_windows.spread(config.calibrate).batches(EVAL_BATCH_SIZE)
-        set_thresholds(model, [batch.to(state.device) for batch in windows])
+        windows = corpus.train.windows(config.context).spread(config.calibrate)
+        set_thresholds(model, [batch.to(state.device) for batch in windows.batches(EVAL_BATCH_SIZE)])
 
-    # 4. Save the adapter, and merge it into the model.
+    # 2. Save the adapter, and merge it into the model.
     if start.adapter is not None:
         if state.is_main_process:
             with writing(run.folder):
@@ -162,7 +175,7 @@ def _train(
                 write_adapter_card(run.folder / ADAPTER, run.folder.resolve().name, str(config.model))
         start.adapter.merge_and_unload()
 
-    # 5. Evaluate and save the model. The result is written last: with it the run is finished.
+    # 3. Evaluate and save the model. The result is written last: with it the run is finished.
     evaluation = trainer.evaluate()
     trainer.save_model(str(run.folder))
     if state.is_main_process:

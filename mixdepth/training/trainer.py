@@ -47,7 +47,6 @@ from mixdepth.training.schedule import Schedule
 
 LOSSES = ("loss", "lm_loss", "predictor_loss", "aux_loss", "capacity_loss", "balance_loss", "distill_loss")
 """The losses that are logged, in the order of a line."""
-DIVERGED = "the run has diverged"
 
 
 class DivergedError(ValueError):
@@ -268,7 +267,8 @@ class DepthTrainer(Trainer):
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
                 raise DivergedError(
-                    f"{name} is {metrics[name]} at step {step}: {DIVERGED}; train again with a lower learning_rate"
+                    f"{name} is {metrics[name]} at step {step}: the run has diverged; train again with a lower "
+                    "learning_rate"
                 )
 
         # 3. Statistics of routing, and the speed.
