@@ -131,8 +131,6 @@ def _generate(
     model: str, prompts: list[str], greedy: bool, show_routes: bool, page: str | None, **options: Any
 ) -> None:
     from mixdepth import generate, load
-    from mixdepth.evaluation.tracing import check_routed, trace_tokens
-    from mixdepth.report.page import check_path, write_page
     from mixdepth.sampling.generation import legend
 
     # 1. Load the model, and refuse a page that could not be written.
@@ -140,6 +138,9 @@ def _generate(
     if loaded.note:
         print(f"mixdepth: {loaded.note}", file=sys.stderr)
     if page is not None:
+        from mixdepth.evaluation.tracing import check_routed, trace_tokens
+        from mixdepth.report.page import check_path, write_page
+
         check_path(page)
         check_routed(loaded.model, model)
 
