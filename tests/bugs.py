@@ -145,6 +145,42 @@ BUGS = [
         replace="pass",
         test="test_schemes.py::test_the_noise_is_that_of_a_position_whatever_integer_holds_it[dtype0]",
     ),
+    # Given scores and observation
+    Bug(
+        what="Given scores are not asked for.",
+        file="router.py",
+        find="scores = self.given.scores_of(self.read(x))",
+        replace="scores = self.score(x)",
+        test="test_modes.py::test_the_top_k_of_given_scores_is_chosen[default]",
+    ),
+    Bug(
+        what="Given scores are the weights of the tokens that they choose.",
+        file="router.py",
+        find="weight = weigh(own_scores, self.gate)",
+        replace="weight = weigh(scores, self.gate)",
+        test="test_modes.py::test_given_scores_leave_the_weights_to_the_router",
+    ),
+    Bug(
+        what="After an inner context the scores of the outer one are gone.",
+        file="modes.py",
+        find="before = {layer: routers[layer].given for layer in scores}",
+        replace="before = dict.fromkeys(scores)",
+        test="test_modes.py::test_contexts_of_given_scores_nest",
+    ),
+    Bug(
+        what="A copy of an observed model reports to the same records.",
+        file="router.py",
+        find='{**super().__getstate__(), "given": None, "records": ()}',
+        replace="super().__getstate__()",
+        test="test_modes.py::test_a_copy_made_within_the_contexts_is_in_neither_of_them",
+    ),
+    Bug(
+        what="A pass that does not reach a layer changes what was observed there before.",
+        file="router.py",
+        find="if record and record[-1].moved is None:",
+        replace="if record:",
+        test="test_modes.py::test_a_layer_that_no_token_reaches_is_not_observed",
+    ),
     # Routers
     Bug(
         what="The causal rule chooses a token whose score is the threshold itself.",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixdepth import DepthConfig
+from mixdepth import DepthConfig, ExpertConfig
 from mixdepth.routes import slots
 
 
@@ -93,6 +93,41 @@ def test_every_first_and_layers_say_which_layers_are_routed():
 def test_settings_survive_json():
     config = DepthConfig(capacity=(0.3, 0.07), layers=(2, 5), gate="unit", causal="aux_loss", init_std=0.5)
     assert DepthConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+EARLIER_SETTINGS = {
+    "capacity": 0.5,
+    "every": 1,
+    "gate": "unit",
+    "experts": "expert_choice",
+    "expert_capacity": 0.25,
+    "num_noop_experts": 2,
+    "expert_balance_coef": 0.5,
+}
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_flat_settings_of_all_versions_are_read(version):
+    experts = ExpertConfig(scheme="expert_choice", capacity=0.25, num_noop=2, balance_coef=0.5)
+    expected = DepthConfig(capacity=0.5, every=1, gate="unit", experts=experts)
+    assert DepthConfig.from_dict({"version": version, **EARLIER_SETTINGS}) == expected
+
+
+def test_settings_are_written_flat_and_in_the_order_of_the_fields():
+    names = list(DepthConfig().to_dict())
+    assert names[:3] == ["version", "scheme", "capacity"]
+    assert names[-4:] == ["experts", "expert_capacity", "num_noop_experts", "expert_balance_coef"]
+    written = DepthConfig.from_flat(**EARLIER_SETTINGS).to_dict()
+    assert EARLIER_SETTINGS.items() <= written.items()
+
+
+def test_a_model_without_routed_experts_writes_the_defaults_of_experts():
+    assert list(DepthConfig().to_dict().values())[-4:] == [None, None, 0, 0.01]
+
+
+def test_the_name_of_an_expert_scheme_is_no_expert_config():
+    with pytest.raises(ValueError, match=r"must be an ExpertConfig or None, not 'token_choice': or use .*from_flat"):
+        DepthConfig(experts="token_choice")
 
 
 def test_settings_of_a_newer_version_or_unknown_are_refused():
