@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Imports the names of a package when they are first used (PEP 562)."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -8,7 +8,10 @@ from typing import Any
 def lazily(
     places: Mapping[str, str], namespace: dict[str, Any]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose names are in these modules."""
+    """Make the `__getattr__` and `__dir__` of a package, whose names are in the modules that `places` gives.
+
+    `namespace` is the package's `globals()`. It keeps each name that was used, so that the next use is an ordinary one.
+    """
 
     def get(name: str) -> Any:
         if name not in places:

@@ -509,8 +509,8 @@ BUGS = [
     Bug(
         what="The size of a cache counts the unused slots of its shorter rows.",
         file="hf/cache.py",
-        find="sum(self.lengths) * sum(",
-        replace="len(self.lengths) * max(self.lengths) * sum(",
+        find="return sum(self.lengths) * token_bytes",
+        replace="return len(self.lengths) * max(self.lengths) * token_bytes",
         test="hf/test_cache.py::test_it_stores_the_chosen_tokens_and_reports_the_seen_ones",
     ),
     Bug(
@@ -523,8 +523,8 @@ BUGS = [
     Bug(
         what="Reordering rows leaves the columns of their tokens where they were.",
         file="hf/cache.py",
-        find="self.columns[rows], self.keys[rows]",
-        replace="self.columns, self.keys[rows]",
+        find="self.columns = self.columns[rows]",
+        replace="self.columns = self.columns[: len(rows)]",
         test="hf/test_cache.py::test_stored_tokens_keep_their_columns_where_rows_are_reordered_and_repeated",
     ),
     Bug(
@@ -551,7 +551,7 @@ BUGS = [
     Bug(
         what="A crop that reaches dropped tokens goes on in silence.",
         file="hf/cache.py",
-        find="if tokens_to_remove < 0 and left < self.evicted_at:",
+        find="if tokens_to_remove < 0 and remaining < self.evicted_at:",
         replace="if False:",
         test="hf/test_cache.py::test_a_cache_that_dropped_tokens_can_still_forget_later_ones",
     ),
@@ -587,14 +587,14 @@ BUGS = [
     Bug(
         what="A token does not see its own key.",
         file="hf/mask.py",
-        find="columns[:, None] <= route.index",
-        replace="columns[:, None] < route.index",
+        find="columns[:, None] <= own_column",
+        replace="columns[:, None] < own_column",
         test="hf/test_mask.py::test_without_a_mask_a_token_sees_the_keys_up_to_its_own_column",
     ),
     Bug(
         what="A token sees the keys of later tokens.",
         file="hf/mask.py",
-        find="stored[:, None] & (columns[:, None] <= route.index[..., None] + seen)",
+        find="stored[:, None] & (columns[:, None] <= own_column)",
         replace="stored[:, None].expand(-1, num_slots, -1)",
         test="hf/test_mask.py::test_without_a_mask_a_token_sees_the_keys_up_to_its_own_column",
     ),
@@ -735,9 +735,9 @@ BUGS = [
     ),
     Bug(
         what="Where the MLP alone is routed, attention is counted for the chosen tokens alone.",
-        file="models/flops.py",
-        find='everyone if target == "mlp" else chosen',
-        replace="chosen",
+        file="hf/architectures.py",
+        find="attending = all_tokens if half is ATTENTION else chosen",
+        replace="attending = chosen",
         test="laws/test_law_8_accounting.py::test_a_routed_models_count_equals_torchs[llama-mlp]",
     ),
     Bug(

@@ -14,10 +14,10 @@ from mixdepth.routes import Route
 
 
 class RoutedCacheLayer(CacheLayerMixin):
-    """Compact and ragged: each row stores its own tokens, each with its column in the sequence.
+    """A compact and ragged cache: each row stores the tokens that it processed, each with its column in the sequence.
 
-    To the model it reports *seen* tokens, so that masks and positions of all layers agree; what it
-    stores is less. Room is made ahead of need, so that a step copies its own tokens only.
+    It reports *seen* tokens to the model, so that the masks and positions of all layers agree, and stores fewer.
+    It makes room ahead of need, so that a step copies only the tokens of that step.
     """
 
     is_croppable = True
@@ -33,11 +33,11 @@ class RoutedCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.keys: Tensor | None = None  # (B, H, S, width of a key)
         self.values: Tensor | None = None  # (B, H, S, width of a value)
-        self.columns: Tensor | None = None  # (B, S) int32: each stored token's place in its sequence
-        self.lengths: list[int] = []  # stored tokens of each row, on the host, where shapes are decided
-        self.seen = 0
+        self.columns: Tensor | None = None  # (B, S) int32: the place of each stored token in its sequence
+        self.lengths: list[int] = []  # the stored tokens of each row, on the host, because shapes depend on them
+        self.seen = 0  # tokens of the sequence so far, stored or not
         self.evicted_at = 0  # how many tokens had been seen when some were dropped
-        self.is_incomplete = False  # look-ahead passed by and stored nothing
+        self.is_incomplete = False  # a pass with look-ahead went by and stored nothing
         self.is_initialized = False
 
     def write(self, rows: list[int], counts: list[int], columns: Tensor) -> "CacheWrite":
@@ -46,16 +46,19 @@ class RoutedCacheLayer(CacheLayerMixin):
         Their keys and values follow when the layer's attention hands them to the returned object.
         """
         self._evict()
+        # 1. Find the slots. Each row goes on where it ends.
         starts = [self.lengths[row] for row in rows]
         needed = max(starts) + columns.shape[1]
         where: tuple[Any, Any]
         if len(rows) == len(self.lengths) and len(set(starts)) == 1:  # a slice is copied faster
             where = slice(None), slice(starts[0], needed)
         else:
-            slots = torch.tensor(starts, device=columns.device)[:, None]
-            slots = slots + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
-            where = torch.tensor(rows, device=columns.device)[:, None], slots  # (R, 1), (R, K)
-        empty = columns.new_zeros(len(self.lengths), 0, dtype=torch.int32)
+            row_index = torch.tensor(rows, device=columns.device)[:, None]  # (R, 1)
+            first = torch.tensor(starts, device=columns.device)[:, None]  # (R, 1)
+            slots = first + torch.arange(columns.shape[1], device=columns.device)  # (R, K)
+            where = row_index, slots
+        # 2. Make room, and write the columns. Keys and values get as much room when they come.
+        empty = columns.new_zeros(len(self.lengths), 0, dtype=torch.int32)  # (B, 0)
         self.columns = _with_room(self.columns, empty, 1, needed, _slack(needed))
         self.columns[where] = columns.to(torch.int32)
         for row, count in zip(rows, counts, strict=True):
@@ -67,30 +70,34 @@ class RoutedCacheLayer(CacheLayerMixin):
         self.seen += num_tokens
 
     def forbid_continuation(self) -> None:
-        """Refuse later steps: look-ahead passed by and stored nothing."""
+        """Refuse later steps: a pass with look-ahead went by and stored nothing."""
         self.is_incomplete = True
 
     def num_bytes(self) -> int:
-        """Bytes of the stored keys and values, without the room made ahead."""
+        """The bytes of the stored keys and values, without the room made ahead."""
         if self.keys is None or self.values is None:
             return 0
-        return sum(self.lengths) * sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
+        token_bytes = sum(part.shape[1] * part.shape[3] * part.element_size() for part in (self.keys, self.values))
+        return sum(self.lengths) * token_bytes
 
     def _evict(self) -> None:
-        """Drop what lies behind the sliding window of every token to come, once it is worth a copy."""
+        """Drop the tokens that no later token can see through the sliding window, once it is worth a copy."""
         if self.sliding_window is None or self.record_past or self.keys is None or self.values is None:
             return
         if max(self.lengths) <= self.sliding_window + _slack(self.sliding_window):
             return
         assert self.columns is not None
-        expired = (self._used() & (self.columns <= self.seen - self.sliding_window)).sum(1)  # (B,)
-        self.lengths = [length - drop for length, drop in zip(self.lengths, expired.tolist(), strict=True)]
-        kept = torch.arange(max(self.lengths), device=expired.device) + expired[:, None]
-        kept = kept.clamp(max=self.columns.shape[1] - 1)  # (B, S)
-        self.columns = self.columns.gather(1, kept)
-        heads, key_width, value_width = self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
-        self.keys = self.keys.gather(2, kept[:, None, :, None].expand(-1, heads, -1, key_width))
-        self.values = self.values.gather(2, kept[:, None, :, None].expand(-1, heads, -1, value_width))
+        # 1. Count the expired tokens of each row. They come first, because columns rise along a row.
+        is_expired = self._used() & (self.columns <= self.seen - self.sliding_window)  # (B, S)
+        num_expired = is_expired.sum(1)  # (B,)
+        for row, number in enumerate(num_expired.tolist()):
+            self.lengths[row] -= number
+        # 2. Move the tokens that follow to the front.
+        slots = torch.arange(max(self.lengths), device=num_expired.device) + num_expired[:, None]  # (B, new S)
+        slots = slots.clamp(max=self.columns.shape[1] - 1)
+        self.columns = self.columns.gather(1, slots)
+        self.keys = _gather_slots(self.keys, slots)
+        self.values = _gather_slots(self.values, slots)
         self.evicted_at = self.seen
 
     def _used(self) -> Tensor:
@@ -100,39 +107,47 @@ class RoutedCacheLayer(CacheLayerMixin):
         return torch.arange(self.columns.shape[1], device=self.columns.device) < lengths[:, None]
 
     def _select(self, rows: Tensor) -> None:
+        """Make these rows (any number of them, also several times) the rows of the cache."""
         self.lengths = [self.lengths[row] for row in rows.tolist()]
         if self.columns is not None and self.keys is not None and self.values is not None:
             rows = rows.to(self.columns.device)
-            self.columns, self.keys, self.values = self.columns[rows], self.keys[rows], self.values[rows]
+            self.columns = self.columns[rows]
+            self.keys = self.keys[rows]
+            self.values = self.values[rows]
 
-    # What transformers asks of a cache layer
+    # The methods below are those that transformers calls.
 
     def get_seq_length(self) -> int:
         return self.seen
 
     def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
+        if self.sliding_window is None:
+            return -1
+        return self.sliding_window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask, as a dense layer of the same kind reports them."""
-        offset = 0 if self.sliding_window is None else max(self.seen - self.sliding_window + 1, 0)
+        """The length and the offset of the mask, as a dense layer of the same kind reports them."""
+        offset = 0
+        if self.sliding_window is not None:
+            offset = max(self.seen - self.sliding_window + 1, 0)
         return self.seen + query_length - offset, offset
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of the sequence, stored or not; their number is given as a negative one."""
+        """Forget the last tokens of the sequence, stored or not. Their number is negative, as in transformers."""
         if self.seen == 0:  # as dense layers do
             return
-        left = self.seen + tokens_to_remove
-        if tokens_to_remove > 0 or left < 0:
+        remaining = self.seen + tokens_to_remove
+        if tokens_to_remove > 0 or remaining < 0:
             raise ValueError(f"crop takes a number from {-self.seen} to 0, not {tokens_to_remove}")
-        if tokens_to_remove < 0 and left < self.evicted_at:
+        if tokens_to_remove < 0 and remaining < self.evicted_at:
             raise RuntimeError("crop reaches tokens whose window was dropped: call activate_past_recording() earlier")
-        self.seen = left
+        self.seen = remaining
         if self.columns is not None:
-            self.lengths = (self._used() & (self.columns < self.seen)).sum(1).tolist()
+            is_kept = self._used() & (self.columns < self.seen)  # (B, S)
+            self.lengths = is_kept.sum(1).tolist()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -151,19 +166,19 @@ class RoutedCacheLayer(CacheLayerMixin):
 
 
 class CacheWrite:
-    """What a routed layer's attention sees as its cache during one step: the rows that take part."""
+    """The cache as a routed layer's attention sees it during one step: with the rows that take part."""
 
     def __init__(self, layer: RoutedCacheLayer, rows: list[int], where: tuple[Any, Any]) -> None:
         self.layer = layer
         self.selection = slice(None) if len(rows) == len(layer.lengths) else rows
         self.where = where  # rows and slots, as slices or as tensors
-        self.lengths = [layer.lengths[row] for row in rows]  # of keys, with the new ones
+        self.lengths = [layer.lengths[row] for row in rows]  # the number of keys, with the new ones
 
     def mask(self, mask: Tensor | None, route: Route, num_tokens: int) -> Tensor | None:
         """The mask (R, 1, K, S) of the route's tokens over all keys of their rows.
 
-        None, the faster kernel, wherever it means the same: a prompt whose keys are its own slots,
-        or one token each over rows of equal length.
+        It is None, which selects a faster kernel, where that means the same: for a prompt, whose keys are its slots,
+        and for one token in each row over rows of equal length.
         """
         seen = self.layer.seen
         if mask is None and (seen == 0 or (num_tokens == 1 and len(set(self.lengths)) == 1)):
@@ -174,22 +189,25 @@ class CacheWrite:
         return routed_mask(mask, route, columns, lengths, seen, num_tokens)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values (R, H, K, width); return all keys and values of the rows."""
+        """Store new keys and values (R, H, K, width), and return all those of the rows (R, H, S, width)."""
         layer = self.layer
         assert layer.columns is not None
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = self._stored(layer.keys, keys), self._stored(layer.values, values)
+        layer.keys = self._stored(layer.keys, keys)
+        layer.values = self._stored(layer.values, values)
         length = max(self.lengths)
         return layer.keys[self.selection, :, :length], layer.values[self.selection, :, :length]
 
     def _stored(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        """The buffer (B, H, S, width) with the new keys or values in their slots."""
         assert self.layer.columns is not None
         batch_size, num_slots = self.layer.columns.shape
-        buffer = _with_room(buffer, new.new_zeros(batch_size, new.shape[1], 0, new.shape[3]), 2, num_slots, 0)
+        empty = new.new_zeros(batch_size, new.shape[1], 0, new.shape[3])  # (B, H, 0, width)
+        buffer = _with_room(buffer, empty, 2, num_slots, 0)
         if torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad):
             buffer = buffer.clone()  # an earlier step's graph still reads it
-        # Unused slots are written too: behind the row's length, where the next step overwrites them.
+        # Unused slots are written too: after the row's end, where the next step overwrites them.
         rows, slots = self.where
         if isinstance(slots, slice):
             buffer[:, :, slots] = new
@@ -199,14 +217,14 @@ class CacheWrite:
 
 
 def _slack(num_slots: int) -> int:
-    """Room to make ahead: few copies of the whole, and little memory that is not used."""
+    """How many slots to make ahead, so that the whole is copied rarely and little memory stays unused."""
     return max(8, num_slots // 16)
 
 
 def _with_room(buffer: Tensor | None, empty: Tensor, dim: int, needed: int, slack: int) -> Tensor:
-    """The buffer, writable, with at least `needed` slots along `dim`; with `slack` more if it had to grow.
+    """The buffer, writable, with at least `needed` slots along `dim`, and with `slack` more if it had to grow.
 
-    Zeros fill the rest: attention multiplies masked values by 0, and 0 * NaN of raw memory is NaN.
+    Zeros fill the rest, because attention multiplies masked values by 0, and 0 * NaN of raw memory is NaN.
     """
     if buffer is None:
         shape = [*empty.shape]
@@ -221,12 +239,20 @@ def _with_room(buffer: Tensor | None, empty: Tensor, dim: int, needed: int, slac
     return buffer
 
 
+def _gather_slots(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Take these slots (B, S) of the keys or values (B, H, S', width) of all heads."""
+    _, num_heads, _, width = buffer.shape
+    index = slots[:, None, :, None].expand(-1, num_heads, -1, width)  # (B, H, S, width)
+    return buffer.gather(2, index)
+
+
 def routed_cache_layer(cache: Cache, index: int, batch_size: int) -> RoutedCacheLayer:
-    """The cache's layer for a routed layer, put in the place of the dense one on first use."""
+    """The cache's layer for a routed layer. It takes the place of the dense one at its first use."""
     if not isinstance(cache, DynamicCache) or cache.offloading:
         raise unsupported_cache(type(cache).__name__)
     while len(cache.layers) <= index:  # DynamicCache() without a config grows with the layers it meets
         cache.layers.append(cache.layer_class_to_replicate())
+    # 1. Replace a dense layer, as long as it is empty.
     layer: Any = cache.layers[index]
     if not isinstance(layer, RoutedCacheLayer):
         if layer.get_seq_length():
@@ -234,6 +260,7 @@ def routed_cache_layer(cache: Cache, index: int, batch_size: int) -> RoutedCache
         recording = getattr(layer, "record_past", False)
         layer = cache.layers[index] = RoutedCacheLayer(getattr(layer, "sliding_window", None))
         layer.record_past = recording
+    # 2. Refuse a cache that does not fit this batch.
     if layer.is_incomplete:
         raise ValueError("this cache was made in training, with look-ahead, and cannot be continued from")
     if not layer.lengths:
@@ -246,6 +273,7 @@ def routed_cache_layer(cache: Cache, index: int, batch_size: int) -> RoutedCache
 
 
 def unsupported_cache(name: str) -> ValueError:
+    """The error for caches that cannot hold what routed layers store."""
     return ValueError(
         f"the cache of a routed model stores a different number of tokens for each row and layer, which "
         f"{name!r} cannot: use the default cache (cache_implementation=None)"

@@ -33,7 +33,7 @@ All other readers take the file's own entries, which are of the usual kinds.
 """
 GUARD_SENTENCE = "routed: import mixdepth and load with AutoModelForCausalLM"
 OLD_USE_CACHE = "routed_use_cache"
-"""In files of earlier versions the sentence was the value of `use_cache` itself, whose own value had this name."""
+"""The entry that had the value of `use_cache` in early versions, where `use_cache` itself was the sentence."""
 
 OTHER_AUTO_CLASSES = (
     AutoModel,

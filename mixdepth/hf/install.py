@@ -1,4 +1,4 @@
-"""`route` and `unroute`: a language model becomes a routed one, and back; `set_capacity`."""
+"""Turns a language model of transformers into a routed one, and back."""
 
 import copy
 from dataclasses import replace
@@ -23,6 +23,7 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
     Settings are the fields of `DepthConfig`, or one such value. The model keeps its weights and
     their names; each routed layer gets a new router.
     """
+    # 1. Read the settings.
     if config is None:
         config = DepthConfig.from_flat(**settings)
     elif not isinstance(config, DepthConfig):
@@ -31,25 +32,28 @@ def route(model: PreTrainedModel, config: DepthConfig | None = None, **settings:
         raise ValueError(f"give a DepthConfig or settings, not both: {', '.join(settings)}")
     if config.causal is None:
         config = replace(config, causal=schemes.default_causal_rule(config.scheme))
+    # 2. Refuse a model that cannot be routed, or not so.
     if isinstance(model, RoutedCausalLM):
         raise ValueError("the model is routed already: change its capacity with mixdepth.set_capacity")
     check_supported(model)
     check_settings(model, config)
+    # 3. Make it a model of a routed class.
     config_class, model_class = routed_classes(model.config.model_type)
-
     _become(model, config_class, model_class)
     model.depth_original_loss_type = model.loss_type
     model.loss_type = "ForCausalLM"  # transformers took it from the old class's name
+    # 4. Route its layers. Routers belong on the device of their layer.
     route_layers(model, config)
     for layer in decoder_layers(model):
+        device = next(layer.parameters()).device
         for module in layer.modules():
             if isinstance(module, Chooser):
-                module.to(next(layer.parameters()).device)
+                module.to(device)
     return model
 
 
 def unroute(model: RoutedCausalLM) -> PreTrainedModel:
-    """Give the plain model back, in place: its weights as they are, without routers and their gates."""
+    """Give the plain model back, in place: its weights stay as they are, and the routers go."""
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not routed: there is nothing to take out")
     plain: Any = model
@@ -64,9 +68,12 @@ def unroute(model: RoutedCausalLM) -> PreTrainedModel:
 
 
 def _become(model: PreTrainedModel, config_class: Any, model_class: Any) -> None:
-    """Change the model's class and its config's. The user's config object may build other models: every module gets
-    a copy of it."""
-    old, new = model.config, copy.deepcopy(model.config)
+    """Change the classes of the model and of its config.
+
+    The user may build other models with the same config object, so every module gets a copy of it.
+    """
+    old = model.config
+    new = copy.deepcopy(old)
     new.__class__ = config_class
     new.architectures = [model_class.__name__]
     for module in model.modules():
@@ -79,14 +86,17 @@ def _become(model: PreTrainedModel, config_class: Any, model_class: Any) -> None
 def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[float, ...]) -> None:
     """Change the capacity of a routed model: one for all routed layers, or one for each.
 
-    It changes what training chooses; in evaluation the causal rule follows as it learns, or by `mixdepth.calibrate`.
+    Training chooses by the new capacity at once. In evaluation the causal rule follows when it has learned, or after
+    `mixdepth.calibrate`.
     """
     model = unwrapped(model)
     if not isinstance(model, RoutedCausalLM):
         raise ValueError(f"{type(model).__name__} is not routed: call mixdepth.route first")
     if not model.depth_routers:
         raise ValueError("no layer of the model is routed, its experts alone: set expert_capacity when routing it")
-    config = replace(model.depth_config, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
+    if isinstance(capacity, list):
+        capacity = tuple(capacity)
+    config = replace(model.depth_config, capacity=capacity)
     layers: Any = decoder_layers(model)
     for index, value in config.routed_layers(len(layers)).items():
         for router in layers[index].depth_router.modules():  # peft's copies too
@@ -96,5 +106,5 @@ def set_capacity(model: RoutedCausalLM, capacity: float | list[float] | tuple[fl
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """The model types that can be routed: those that the tests hold to the laws."""
+    """Return the model types that can be routed. The tests check the laws for each of them."""
     return SUPPORTED

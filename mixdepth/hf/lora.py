@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, beside routers that are trained whole."""
+"""Low-rank adapters by peft, next to routers that are trained whole."""
 
 from typing import Any
 
@@ -11,34 +11,52 @@ from mixdepth.hf.names import ROUTER_NAME
 
 
 def lora_config(model: Any, rank: int = 16, **settings: Any) -> Any:
-    """peft's settings for low-rank adapters in all linear maps of all layers, with the routers trained and saved
-    beside them: `peft.get_peft_model(model, mixdepth.lora_config(model))`."""
+    """peft's settings for low-rank adapters in all linear maps of all layers: `peft.get_peft_model(model, config)`.
+
+    Routers have no adapters: they are trained and saved whole. `settings` are further ones of peft's `LoraConfig`.
+    """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ValueError("adapters need the package peft: pip install peft") from error
+    chosen: dict[str, Any] = {
+        "target_modules": _linear_maps(model),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "task_type": "CAUSAL_LM",
+    }
+    chosen |= settings
+    if isinstance(model, RoutedCausalLM):
+        others = chosen.get("modules_to_save") or ()
+        if isinstance(others, str):
+            others = (others,)
+        chosen["modules_to_save"] = [*others, ROUTER_NAME]
+    return LoraConfig(**chosen)
+
+
+def _linear_maps(model: Any) -> str:
+    """A pattern for the names of all linear maps in the decoder layers, without those of routers."""
     layers = decoder_layers(model)
     (prefix,) = (name for name, module in model.named_modules() if module is layers)
-    modules = {name: module for layer in layers for name, module in layer.named_modules()}
-    linear = [name for name, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) and ROUTER_NAME not in name]
-    names = "|".join(sorted(name.replace(".", r"\.") for name in linear))
-    targets = rf"{prefix}\.\d+\.({names})"
-    settings = {"target_modules": targets, "r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM", **settings}
-    if isinstance(model, RoutedCausalLM):
-        others = settings.get("modules_to_save") or ()
-        settings["modules_to_save"] = [*([others] if isinstance(others, str) else others), ROUTER_NAME]
-    return LoraConfig(**settings)
+    modules: dict[str, nn.Module] = {}
+    for layer in layers:
+        modules.update(layer.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    patterns = [name.replace(".", r"\.") for name in linear if ROUTER_NAME not in name]
+    names = "|".join(sorted(patterns))
+    return rf"{prefix}\.\d+\.({names})"
 
 
 def adapted(model: Any, rank: int) -> Any:
-    """peft's model around this one, which is changed in place: adapters in its layers, copies of its routers."""
+    """Wrap the model, in place, into peft's model: its layers get adapters, and its routers get copies to train."""
     config = lora_config(model, rank)
     from peft import get_peft_model
 
-    learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     adapter = get_peft_model(model, config)
-    for name, parameter in model.named_parameters():  # what no loss can reach must not wait for a gradient
+    # peft has every copy require gradients, but distributed training waits for ever for one that no loss can reach.
+    for name, parameter in model.named_parameters():
         original = name.replace("modules_to_save.default.", "")
         if original != name:
-            parameter.requires_grad_(learns[original])
+            parameter.requires_grad_(requires_grad[original])
     return adapter

@@ -1,7 +1,9 @@
-"""Attention masks of routed layers, taken from the masks that the model made for dense layers.
+"""Attention masks of routed layers, made from the masks that the model made for dense layers.
 
-A mask is None (causal), boolean (True is allowed) or additive, of shape (B or 1, 1, T, C): T queries,
-C columns that end with the last query's own. Shapes: R rows, K slots, S keys.
+A mask is None (causal), boolean (True is allowed) or additive, of shape (B or 1, 1, T, C): T queries, and C columns
+that end with the last query's.
+
+Shapes: R rows with a chosen token, K slots, S stored keys.
 """
 
 import torch
@@ -10,19 +12,25 @@ from torch import Tensor
 from mixdepth.routes import Route
 
 FORBIDDEN = -1e3
-"""An additive mask below this leaves no weight; some write -1e4 for minus infinity."""
+"""An additive mask below this leaves no weight; some architectures write -1e4 for minus infinity."""
 
 
 def real_tokens(mask: Tensor | None, num_tokens: int) -> Tensor | None:
-    """(B or 1, T) bool: a query that may not attend to its own column is padding. None: all are real."""
+    """(B or 1, T) bool: which tokens are not padding. None: all are real.
+
+    A query that may not attend to the column of its token is padding.
+    """
     if mask is None:
         return None
     if mask.ndim != 4 or mask.shape[1] != 1:
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)} cannot be routed: one for all heads is needed"
         )
-    own = mask[:, 0].diagonal(mask.shape[-1] - num_tokens, dim1=-2, dim2=-1)
-    return own if own.dtype == torch.bool else own > FORBIDDEN
+    offset = mask.shape[-1] - num_tokens  # the column of the first query
+    diagonal = mask[:, 0].diagonal(offset, dim1=-2, dim2=-1)  # (B or 1, T)
+    if diagonal.dtype == torch.bool:
+        return diagonal
+    return diagonal > FORBIDDEN
 
 
 def routed_mask(
@@ -36,17 +44,24 @@ def routed_mask(
     num_slots = route.index.shape[1]
     key = torch.arange(columns.shape[1], device=columns.device)  # (S,)
     stored = key < num_keys[:, None]  # (R, S)
+    # 1. Which keys may a query attend to?
     if mask is None:
-        allowed = stored[:, None] & (columns[:, None] <= route.index[..., None] + seen)  # (R, K, S)
+        own_column = route.index[..., None] + seen  # (R, K, 1)
+        allowed = stored[:, None] & (columns[:, None] <= own_column)  # (R, K, S)
     else:
         offset = seen + num_tokens - mask.shape[-1]  # the first column that the mask covers
-        stored = stored & (columns >= offset)
-        covered = (columns - offset).clamp(min=0).long()[:, None].expand(-1, num_slots, -1)  # (R, K, S)
-        allowed = route.gather(mask[:, 0]).gather(2, covered)  # (R, K, S)
+        stored = stored & (columns >= offset)  # (R, S)
+        place = (columns - offset).clamp(min=0).long()  # (R, S): each key's column in the mask
+        place = place[:, None].expand(-1, num_slots, -1)  # (R, K, S)
+        allowed = route.gather(mask[:, 0]).gather(2, place)  # (R, K, S)
         if mask.dtype == torch.bool:
             allowed = allowed & stored[:, None]
         else:
             allowed = allowed.where(stored[:, None], torch.finfo(mask.dtype).min)
-    # An unused slot may be allowed nothing, and softmax over nothing is NaN: let it see the first key.
+    # 2. An unused slot may be allowed nothing, and softmax over nothing is NaN: let it see the first key.
     spared = ~route.used[..., None] & (key == 0)  # (R, K, S)
-    return (allowed | spared if allowed.dtype == torch.bool else allowed.masked_fill(spared, 0))[:, None]
+    if allowed.dtype == torch.bool:
+        allowed = allowed | spared
+    else:
+        allowed = allowed.masked_fill(spared, 0)
+    return allowed[:, None]

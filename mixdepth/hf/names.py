@@ -1,11 +1,13 @@
-"""Names that routed models have in files and in transformers. This module imports nothing."""
+"""The names that routed models have in files and in transformers. This module imports nothing."""
+
+PREFIX = "mixdepth_"
+"""The beginning of the model type of a routed model, before the architecture's."""
 
 ROUTER_NAME = "depth_router"
-
+"""The name of a router in its layer, and in the keys of checkpoints."""
 
 KEPT = rf".*\.{ROUTER_NAME}"
-"""What quantisation leaves alone: its patterns begin where a name does."""
-
+"""A pattern for the modules that quantisation leaves alone. Such patterns are matched from the beginning of a name."""
 
 SUPPORTED = (
     "afmoe",
@@ -87,7 +89,4 @@ SUPPORTED = (
     "vaultgemma",
     "youtu",
 )
-"""Model types that hold the laws: tests/laws/ runs over exactly this list."""
-
-
-PREFIX = "mixdepth_"
+"""The model types that can be routed. The tests of the laws run over exactly this list."""

@@ -1,4 +1,4 @@
-"""What transformers' Trainer needs to know of routing."""
+"""A callback that updates routers while the Trainer of transformers trains."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from mixdepth.modes import update_routers
 class UpdateRouters(TrainerCallback):
     """Calls `mixdepth.update_routers` after each optimizer step: `Trainer(..., callbacks=[UpdateRouters()])`.
 
-    Needed with `causal="threshold"`, `scheme="random"` and `experts="expert_choice"`, and harmless elsewhere.
+    The settings `causal="threshold"`, `scheme="random"` and `experts="expert_choice"` need it. With others it does
+    nothing.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
