@@ -126,7 +126,7 @@ def decisions(model: RoutedCausalLM, ids: torch.Tensor, **kwargs: Any) -> tuple[
     out = model(ids, output_routes=True, **kwargs)
     margins = []
     for route, router in zip(out.routes, model.depth_routers, strict=True):
-        guess = route.logits if route.predictor_logits is None else route.predictor_logits
+        guess = route.guess
         margins.append((guess - router.cutoff)[route.candidates])
     for load, router in zip(out.loads or (), model.depth_expert_routers, strict=True):
         if load is not None and router.experts_choose:

@@ -135,7 +135,7 @@ def _scores(model: RoutedCausalLM, batches: list[Batch], index: int, router: Cho
             num_tokens += int(load.used.sum())
         else:
             route: Route = dict(zip(model.deciding_layers, out.routes, strict=True))[index]
-            guess = route.logits if route.predictor_logits is None else route.predictor_logits  # (B, T)
+            guess = route.guess  # (B, T)
             scores.append(guess[route.candidates][None])
             num_tokens += int(route.real.sum())
     if not scores:

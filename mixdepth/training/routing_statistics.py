@@ -25,7 +25,7 @@ def routing_counts(routes: Sequence[Route], routers: Sequence[Router], ids: Tens
     flat_ids = ids.flatten()  # (B T,)
     rows = []
     for route, router in zip(routes, routers, strict=True):
-        guess = route.logits if route.predictor_logits is None else route.predictor_logits  # (B, T)
+        guess = route.guess  # (B, T)
         guessed = route.candidates & (guess > router.cutoff)  # (B, T)
         chosen = route.mask  # (B, T)
         weight = route.weight.double()  # (B, K), 0 in unused slots

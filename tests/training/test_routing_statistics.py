@@ -18,7 +18,7 @@ def test_statistics_are_those_of_counting_token_by_token(causal):
     for layer, (route, router) in enumerate(zip(routes, model.depth_routers, strict=True)):
         real = chosen = guessed = both = 0
         weights, seen, taken = [], set(), set()
-        guess = route.logits if route.predictor_logits is None else route.predictor_logits
+        guess = route.guess
         for row in range(3):
             slots = route.index[row, : route.count[row]].tolist()
             weights += route.weight[row, : route.count[row]].tolist()
