@@ -62,9 +62,10 @@ def _test(claim: Hypothesis, curves: Curves) -> _Test:
     # 2. Estimate the statistic, and test the conditions: all of them must hold, so the largest p counts.
     statistic, conditions = _statistics(claim, pair)
     estimated = estimate(statistic, pair.seeds)
-    p = 0.0
+    p_values = []
     for condition in conditions:
-        p = max(p, p_value(condition.statistic, pair.seeds, condition.bound, condition.alternative))
+        p_values.append(p_value(condition.statistic, pair.seeds, condition.bound, condition.alternative))
+    p = max(p_values)
 
     # 3. A p value that is not a number says that the seeds do not differ.
     has_p = math.isfinite(p)
