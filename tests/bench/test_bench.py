@@ -299,7 +299,7 @@ def test_a_run_is_unrouted_and_a_plain_model_is_routed_for_the_comparison(tmp_pa
     ("arguments", "message"),
     [
         (["nowhere"], "'nowhere' is neither a run nor a model's folder nor a model of the hub"),
-        (["nowhere", "--width", "64"], "width has no meaning beside a model"),
+        (["nowhere", "--width", "64"], "width has no meaning next to a model"),
         (["--corpus", "stdlib"], "--corpus stdlib has no meaning without a model"),
         (["--width", "33"], "width must be a multiple of 16"),
         (["--capacity", "2"], "capacity must be a fraction in (0, 1], not 2"),

@@ -11,7 +11,7 @@ RULES = ["predictor", "aux_loss", "threshold"]
 
 
 def batches():
-    """Three batches of four rows that all begin differently: equal beginnings would have equal scores."""
+    """Make three batches of four rows that all begin differently. Equal beginnings would have equal scores."""
     windows = [token_ids(4, 30, seed=seed) for seed in range(3)]
     for index, ids in enumerate(windows):
         ids[:, 0] = torch.arange(3 + 4 * index, 7 + 4 * index)

@@ -30,7 +30,7 @@ metric_list:
 
 @pytest.fixture
 def task(tmp_path):
-    """Sixteen questions of three choices."""
+    """Write a task with sixteen questions of three choices."""
     rows = [{"question": f"{n}:", "choices": ["a", "b", "cc"], "answer": n % 3} for n in range(16)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

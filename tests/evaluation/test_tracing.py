@@ -83,16 +83,16 @@ def test_a_long_text_is_cut_and_says_so():
 
 def test_a_model_that_is_given_as_an_object_needs_tokenizer_and_text_and_text_must_be_utf8():
     model = routed(dtype=torch.float32)
-    for given in ({"text": "!!"}, {"tokenizer": BYTES}):
+    for incomplete in ({"text": "!!"}, {"tokenizer": BYTES}):
         with pytest.raises(ValueError, match="needs its tokenizer and a text too"):
-            mixdepth.trace(model, **given)
+            mixdepth.trace(model, **incomplete)
     with pytest.raises(ValueError, match="cannot be written in UTF-8"):
         mixdepth.trace(model, "a\udcffb", tokenizer=BYTES)
     with pytest.raises(ValueError, match="context=10000 is beyond the model's"):
         mixdepth.trace(model, "!!", tokenizer=BYTES, context=10000)
 
 
-def test_token_choice_errs_nowhere_since_training_and_sampling_choose_alike():
+def test_token_choice_makes_no_error_since_training_and_sampling_choose_the_same_way():
     model = routed(dtype=torch.float32, scheme="token_choice", capacity=0.99)
     found = trace_tokens(model, token_ids(1, 50)[0].tolist(), BYTES, context=20)
     assert found.causal.chosen == found.causal.best
@@ -116,7 +116,7 @@ def test_the_rank_correlation_is_spearmans_with_an_interval_around_it():
     assert rank_correlation(np.ones(2000), y) is None
     rare = rank_correlation(np.arange(400) == 7, generator.normal(size=400))  # one token is no evidence of anything
     assert rare.low is None
-    repeated = rank_correlation(x.repeat(16), y.repeat(16))  # neighbours that are alike are no new evidence
+    repeated = rank_correlation(x.repeat(16), y.repeat(16))  # equal neighbours are no new evidence
     assert repeated.high - repeated.low == pytest.approx(found.high - found.low, rel=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Plots of runs and of loss against speed: what is drawn is what was logged."""
+"""Plots of runs and of loss against speed draw what was logged."""
 
 import json
 import re
@@ -32,7 +32,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A long log of two routed layers, and a short one of a dense model."""
+    """Make a long log of two routed layers, and a short one of a dense model."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXDEPTH_CACHE", str(folder / "cache"))
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 
 
 def copied(run, folder):
-    """A run's logs alone: plots need nothing else."""
+    """Copy the logs of a run. Plots need nothing else."""
     folder.mkdir(parents=True)
     for name in ("run.json", "metrics.jsonl", "timings.jsonl"):
         shutil.copy(run / name, folder)
@@ -93,15 +93,15 @@ def test_training_curves_are_the_lines_of_the_logs(runs):
                 assert own[0].get_alpha() is None
 
 
-def test_the_held_out_loss_is_marked_where_it_was_measured_and_look_ahead_stands_hollow_beside_it(runs):
+def test_the_held_out_loss_is_marked_where_it_was_measured_and_look_ahead_is_hollow_next_to_it(runs):
     panels = draw_curves(read_logs([runs / "mod", runs / "dense"])).axes
     *_, causal, lookahead = [line for line in panels[1].lines if same_color(line.get_color(), COLOURS[0])]
     result = mixdepth.Run(runs / "mod").result
     assert data(causal) == [[result["flops"]], [result["validation_loss"]]]
     assert data(lookahead) == [[result["flops"]], [result["validation_lookahead_loss"]]]
     assert lookahead.get_markerfacecolor() == "none" != causal.get_markerfacecolor()
-    (x, _), (x_beside, _) = (line.get_transform().transform((result["flops"], 5)) for line in (causal, lookahead))
-    assert x_beside > x + 5
+    (x, _), (x_hollow, _) = (line.get_transform().transform((result["flops"], 5)) for line in (causal, lookahead))
+    assert x_hollow > x + 5
     *_, earlier, last = [line for line in panels[0].lines if same_color(line.get_color(), COLOURS[1])]
     found = [line for line in lines(runs / "dense" / "metrics.jsonl") if "validation_loss" in line]
     assert [line["step"] for line in found] == [8, 16, 20]
@@ -287,7 +287,7 @@ def test_without_matplotlib_the_way_to_it_is_named(runs, tmp_path, capsys, monke
     assert capsys.readouterr().err == "mixdepth: plots need Matplotlib: pip install 'mixdepth[plots]'\n"
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(runs, tmp_path):
+def test_a_file_that_cannot_be_written_leaves_no_other_behind(runs, tmp_path):
     (tmp_path / "training.svg" / "taken").mkdir(parents=True)
     with pytest.raises(OSError, match="cannot be written"):
         plots.training_curves([runs / "dense"], tmp_path)

@@ -1,4 +1,4 @@
-"""The gate of the server, before an application that only says what reached it, over real connections."""
+"""The gate of the server, over real connections, in front of an application that only says what reached it."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ PATIENCE = 5
 
 
 class Application:
-    """Answers with the length of the body, or as the path says, and notes whether it heard of the client's leaving."""
+    """Answer with the length of the body, or as the path says, and note whether the client has left."""
 
     def __init__(self):
         self.has_left = threading.Event()
@@ -45,7 +45,7 @@ class Application:
 
 @pytest.fixture(scope="module")
 def gate():
-    """The port of the gate, and the application behind it."""
+    """Start a gate; give its port, and the application behind it."""
     port = free_port()
     application = Application()
     served = Gate(application, LIMITS, hosts=("models.example",))
@@ -70,7 +70,7 @@ def head(path="/", *headers, length=0, host="localhost"):
 
 
 def read_all(connection):
-    """What the server says until it closes the connection."""
+    """Read what the server sends until it closes the connection."""
     said = b""
     try:
         while part := connection.recv(2**16):
@@ -81,7 +81,7 @@ def read_all(connection):
 
 
 def ask(port, *data):
-    """The status and the body of the answer."""
+    """Return the status and the body of the answer."""
     with connect(port) as connection:
         for part in data:
             connection.sendall(part)
@@ -94,7 +94,7 @@ def message_of(body):
 
 
 def wait_until_all_are_gone(port):
-    """Connections that were closed are counted until the server has seen it."""
+    """Wait until the server has noticed that connections are closed. Until then it counts them."""
     for _ in range(100):
         if ask(port, head())[0] == 200:
             return
@@ -163,7 +163,7 @@ def test_a_connection_that_brings_no_request_in_time_is_closed(gate, beginning):
 
 
 def test_a_request_that_trickles_in_is_closed(gate):
-    """Each letter comes in time, but the head of the request does not."""
+    """Each letter arrives in time, but the head of the request does not."""
 
     def trickle(connection):
         for letter in head() * 10:
@@ -197,7 +197,7 @@ def test_a_client_that_does_not_take_its_answer_has_left(gate):
 
 
 def test_the_end_of_an_answer_that_is_not_taken_is_not_kept(gate):
-    """The application has said all, and a few kilobytes of it wait in the server."""
+    """The application has sent all of its answer, and a few kilobytes of it wait in the server."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE)

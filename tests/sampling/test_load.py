@@ -1,4 +1,4 @@
-"""The server after 2,000 requests of every kind is the server before them; load.py writes the figures down."""
+"""The server holds after 2,000 requests of every kind what it held before them. load.py records the figures."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 KEPT_FOR_REUSE = 32
 """Megabytes. The allocators of C and of Python keep some freed memory, depending on how requests happened to overlap.
-A thread for each request would take more, and so would bodies that are not let go."""
+A thread for each request would take more, and so would bodies that are not released."""
 
 
 @pytest.mark.load

@@ -1,4 +1,4 @@
-"""The server, in a process of its own, asked by the openai package."""
+"""The server runs in a process of its own, and the openai package is its client."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def server_process(folder, port):
 
 @pytest.fixture(scope="module")
 def server(folder, port, server_process):
-    """A server on a free port of this machine; it ends with Ctrl-C, and says nothing of it."""
+    """Start a server on a free port of this machine. It ends with Ctrl-C, without a message."""
     process, log = server_process, folder.parent / "log"
     address = f"http://127.0.0.1:{port}"
     for _ in range(600):
@@ -175,7 +175,7 @@ def test_a_bad_request_gets_a_4xx_and_the_server_lives_on(path, body, server, cl
 
 @pytest.mark.parametrize("path", ["load_model", "reset", "v1/systemone", "v1/audio/transcriptions"])
 def test_no_other_model_is_loaded_for_a_client(path, server):
-    data = json.dumps({"model": "somebody/else"}).encode()
+    data = json.dumps({"model": "another/model"}).encode()
     request = urllib.request.Request(f"{server}/{path}", data, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(request, timeout=60)
@@ -229,7 +229,7 @@ def test_a_generation_config_changes_the_settings_of_the_model(client, folder):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_settings_that_leave_no_token_are_refused(temperature, client):
-    """Each of the 256 tokens may be used once. Greedily the first would be taken all the same."""
+    """Each of the 256 tokens may be used once. After that, greedy decoding would take the first one again."""
     with pytest.raises(openai.BadRequestError, match="no token is left to continue with"):
         client.completions.create(
             model="small-mod",
@@ -259,7 +259,7 @@ def test_requests_leave_no_threads_behind(client, server_process):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_when_its_client_leaves(stream, server, client):
-    """Eight answers, of more than a second each, are not waited for."""
+    """The clients of eight answers, of more than a second each, leave."""
     port = int(server.rpartition(":")[2])
     body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
@@ -275,7 +275,7 @@ def test_an_answer_ends_when_its_client_leaves(stream, server, client):
 
 
 async def post(app, request):
-    """Status and body of the answer to one request, sent to an application in this process."""
+    """Send one request to an application in this process; return the status and the body of its answer."""
     said = asyncio.Queue()
     said.put_nowait({"type": "http.request", "body": json.dumps(request).encode(), "more_body": False})
     answer = []
@@ -291,7 +291,7 @@ async def post(app, request):
 
 
 def ask(app, *requests):
-    """The answers to these requests, sent at once."""
+    """Send these requests at once, and return their answers."""
 
     async def post_all():
         return await asyncio.gather(*(post(app, request) for request in requests))
@@ -300,7 +300,7 @@ def ask(app, *requests):
 
 
 def end(app):
-    """What Ctrl-C does to the application: its threads end."""
+    """End the application as Ctrl-C does: its threads end."""
     said = asyncio.Queue()
     for name in ("startup", "shutdown"):
         said.put_nowait({"type": f"lifespan.{name}"})
@@ -343,7 +343,7 @@ def test_a_prompt_has_fewer_tokens_than_the_positions_and_the_limit(plain):
 
 
 def test_a_prompt_of_few_letters_and_many_tokens_is_refused(plain):
-    """A letter of four bytes has four tokens here."""
+    """A character of four bytes has four tokens in this model."""
     app, _ = make_app(str(plain), limits=Limits(prompt_tokens=100))
     for stream in (False, True):
         [(status, text)] = ask(app, {"prompt": "🙂" * 30, "stream": stream})
@@ -364,7 +364,7 @@ def test_a_plain_model_answers_several_at_once_by_continuous_batching(plain):
 
 
 def test_continuous_batching_reserves_memory_for_as_many_tokens_as_it_is_told():
-    """By default it would take nine tenths of the machine's memory."""
+    """By default continuous batching would take nine tenths of the memory of the machine."""
     config = Together(Limits(batch_tokens=1000))._cb_config
     assert config.num_blocks * config.page_size == 1024
 
@@ -383,7 +383,7 @@ def test_answers_under_continuous_batching_wait_for_room(plain):
 
 
 def test_the_private_names_of_transformers_server_are_those_we_lean_on():
-    """sampling/answering.py changes what these do. If one of them goes, read it again."""
+    """sampling/answering.py changes what these functions do. If one of them disappears, read that module again."""
     from transformers.cli.serving import chat_completion, completion, response, utils
 
     for handler in (chat_completion.ChatCompletionHandler, completion.CompletionHandler, response.ResponseHandler):
