@@ -184,7 +184,6 @@ class Router(Chooser):
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
         if candidates is None:
             candidates = real
-
         # 1. Find the scores that are compared. A causal predictor decides without the router's own score, which is
         #    then needed only if a token is chosen.
         predictor_logits: Tensor | None = None  # (B, T)
@@ -214,9 +213,7 @@ class Router(Chooser):
             if self.estimates and self.training:
                 self.remember_edge(scores, chosen, candidates)
         else:
-            guess = scores  # (B, T)
-            if guess is None:
-                guess = predictor_logits
+            guess = predictor_logits if scores is None else scores  # (B, T)
             assert guess is not None
             chosen = candidates & (guess > self.cutoff)
 

@@ -16,7 +16,7 @@ Selection = Literal["best_of_row", "own_score", "noise", "everything"]
 """How tokens are selected.
 
 - `best_of_row`: the tokens of the row with the highest scores, which depends on later tokens.
-- `own_score`: each token whose own score is above the threshold, as long as there is room.
+- `own_score`: each token with a score above the threshold, as long as there is room.
 - `noise`: the tokens of the row with the highest random numbers.
 - `everything`: all tokens.
 """

@@ -66,7 +66,9 @@ def test_the_balance_loss_is_that_of_the_switch_transformer_over_tokens_in_use()
     load = ExpertLoad(logits, taken, used, torch.zeros(3))
     torch.testing.assert_close(balance_loss([load, load]), 3 * (shares * probabilities).sum())
     dropping = ExpertLoad(logits, taken & (torch.arange(5) < 3)[:, None], used, torch.tensor([2, 1, 3]))
-    shares = dropping.processed.sum((0, 1)) / 7 + torch.tensor([2, 1, 3]) / 7  # a token that found it full had chosen it
+    shares = (
+        dropping.processed.sum((0, 1)) / 7 + torch.tensor([2, 1, 3]) / 7
+    )  # a token that found it full had chosen it
     torch.testing.assert_close(balance_loss([dropping]), 3 * (shares * probabilities).sum())
     uniform = ExpertLoad(torch.zeros(1, 6, 3), torch.ones(1, 6, 3).bool(), torch.ones(1, 6).bool(), torch.zeros(3))
     assert balance_loss([uniform]).item() == pytest.approx(3)
@@ -252,9 +254,9 @@ def test_layers_that_run_by_halves_are_llamas_to_the_letter():
         return [ast.unparse(line) for line in tree.body if not ast.unparse(line).startswith(("'", '"'))]
 
     llama = body(type(decoder_layers(dense("llama"))[0]))
-    alike = [
+    by_halves = [
         architecture
         for architecture in mixdepth.supported_architectures()
         if all(body(type(layer)) == llama for layer in decoder_layers(dense(architecture)))
     ]
-    assert alike == sorted(HALVES)
+    assert by_halves == sorted(HALVES)
