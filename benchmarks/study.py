@@ -1,59 +1,76 @@
-"""Speed next to quality: the best dense and the best routed model of each budget of a study.
+"""Speed and quality: the best dense and the best routed model of each budget of a study.
 
-Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run. Decoding:
-transformers' own generate() on the trained models, from 64 bytes of validation text, 128 new tokens sampled, without
-the prompt's time. Models take turns; medians, with the spread of the ratios. And whether two cells side by side, on one
-core each, beat one after the other on two.
+Training: a step of the study's batch on one core, compiled as its cells are, times the steps of the run.
+Decoding: transformers' own generate() on the trained models, from 64 bytes of validation text, 128 new tokens sampled;
+the time of the prompt is not counted. Models take turns; the numbers are medians, with the spread of the ratios.
+`--workers` measures whether two cells at the same time, on one core each, beat one after the other on two cores.
 
     python benchmarks/study.py STUDY
     python benchmarks/study.py STUDY --workers
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from machine import describe, header, row
 
 PROMPT, NEW_TOKENS, STEPS, VOCABULARY = 64, 128, 60, 256
 
 
-def best_cells(folder: Path) -> list[tuple[float, dict[str, Any]]]:
-    """For each budget, a cell of the best dense and of the best learned size whose weights are there."""
-    from mixdepth.isoflop import Study
+class Best(NamedTuple):
+    """A cell of the best size of a kind of model, and the mean loss of that size."""
 
-    study, curves = Study.read(folder), json.loads((folder / "fit.json").read_text())["curves"]
-    found = []
-    for budget in dict.fromkeys(curve["budget"] for curve in curves):
-        here = [curve for curve in curves if curve["budget"] == budget and not curve["variant"].startswith("random")]
-        kinds = {"dense": [], "routed": []}
-        for curve in here:
-            kinds["dense" if curve["variant"].startswith("dense") else "routed"].append(curve)
+    cell: Any
+    loss: float
+
+
+def best_cells(folder: Path) -> list[tuple[float, dict[str, Best]]]:
+    """Find for each budget a cell of the best dense and of the best learned size that has its weights."""
+    from mixdepth.isoflop import Study
+    from mixdepth.isoflop.results import read_curves
+
+    study = Study.read(folder)
+    curves = read_curves(folder / "fit.json", f"mixdepth isoflop fit {folder} makes it again")
+    pairs = []
+    for budget in dict.fromkeys(curve.budget for curve in curves):
+        # 1. The curves of this budget, by kind; random routing is a control and not a competitor.
+        kinds: dict[str, list[Any]] = {"dense": [], "routed": []}
+        for curve in curves:
+            if curve.budget == budget and not curve.variant.startswith("random"):
+                kinds["dense" if curve.variant.startswith("dense") else "routed"].append(curve)
+        # 2. The best size of each kind, and one of its cells.
         pair = {}
         for kind, group in kinds.items():
             if group:
-                curve = min(group, key=lambda curve: curve["best"]["loss"])
-                key = (budget, curve["variant"], curve["best"]["shape"])
-                same = [cell for cell in study.cells if (cell.budget, cell.variant, cell.shape) == key]
-                trained = [cell for cell in same if any(study.run_of(cell).folder.glob("*.safetensors"))]
-                if trained:
-                    pair[kind] = (trained[0], curve["best"]["loss"])
-                else:
-                    print(f"the weights of {same[0].name} are gone: train it again", file=sys.stderr)
+                best = trained_cell(study, min(group, key=lambda curve: curve.best.loss))
+                if best is not None:
+                    pair[kind] = best
         if len(pair) == 2:
-            found.append((budget, pair))
-    if not found:
+            pairs.append((budget, pair))
+    if not pairs:
         sys.exit(2)
-    return found
+    return pairs
+
+
+def trained_cell(study: Any, curve: Any) -> Best | None:
+    """Find a cell of the best size of a curve whose weights are there."""
+    names = []
+    for cell in study.cells:
+        if (cell.budget, cell.variant, cell.shape) == (curve.budget, curve.variant, curve.best.shape):
+            names.append(cell.name)
+            if any(study.run_of(cell).folder.glob("*.safetensors")):
+                return Best(cell, curve.best.loss)
+    print(f"the weights of {names[0]} are gone: delete its line in cells.jsonl and run the study", file=sys.stderr)
+    return None
 
 
 def stepper(cell: Any) -> Any:
-    """A function that takes a training step of the cell."""
+    """Make a function that takes a training step of the cell."""
     import torch
 
     import mixdepth
@@ -76,6 +93,7 @@ def stepper(cell: Any) -> Any:
 
 
 def compare(folder: Path, repeats: int) -> None:
+    """Print the loss and the speeds of the best models."""
     import torch
 
     import mixdepth
@@ -88,7 +106,7 @@ def compare(folder: Path, repeats: int) -> None:
     study = Study.read(folder)
     header("budget", "model", "loss", "training, minutes", "batch", "decode tokens/s", "routed / dense", "cache, KiB")
     for budget, pair in best_cells(folder):
-        cells = {kind: cell for kind, (cell, _) in pair.items()}
+        cells = {kind: best.cell for kind, best in pair.items()}
         seconds = interleave({kind: stepper(cell) for kind, cell in cells.items()}, repeats * 5)
         minutes = {kind: Spread.of(seconds[kind]).median * cells[kind].steps / 60 for kind in cells}
         models = {kind: mixdepth.load(str(study.run_of(cell).folder)).model for kind, cell in cells.items()}
@@ -96,17 +114,23 @@ def compare(folder: Path, repeats: int) -> None:
         for batch in (1, 8):
             prompt = torch.stack([text[index] for index in range(batch)])
             texts = decode_in_turns(models, prompt, NEW_TOKENS, repeats, same_text=False, top_k=0)
-            speeds = {kind: [text.tokens_per_second for text in found] for kind, found in texts.items()}
+            speeds = {kind: [text.tokens_per_second for text in answers] for kind, answers in texts.items()}
             speed_up = Spread.of_ratios(speeds["routed"], speeds["dense"])
-            for kind, (cell, loss) in pair.items():
-                ratio = f"{speed_up:.2f}" if kind == "routed" else ""
-                name = f"{cell.variant} {cell.shape}"
-                values = [f"{budget:.0e}", name, f"{loss:.4f}", f"{minutes[kind]:.1f}", batch]
-                row(*values, f"{Spread.of(speeds[kind]).median:.0f}", ratio, f"{texts[kind][-1].cache.held / 1024:.0f}")
+            for kind, best in pair.items():
+                row(
+                    f"{budget:.0e}",
+                    f"{best.cell.variant} {best.cell.shape}",
+                    f"{best.loss:.4f}",
+                    f"{minutes[kind]:.1f}",
+                    batch,
+                    f"{Spread.of(speeds[kind]).median:.0f}",
+                    f"{speed_up:.2f}" if kind == "routed" else "",
+                    f"{texts[kind][-1].cache.held / 1024:.0f}",
+                )
 
 
 def workers(folder: Path, repeats: int) -> None:
-    """Two cells of 60 steps: side by side on one core each, against one after the other on two."""
+    """Time two cells of 60 steps: at the same time on one core each, and one after the other on two cores."""
     from mixdepth.bench import Spread
 
     def start(index: int, threads: int) -> subprocess.Popen:
@@ -128,14 +152,16 @@ def workers(folder: Path, repeats: int) -> None:
                 times["both"].append(max(map(seconds, both)))
                 times["turns"].append(2 * seconds(start(2 * index + offset, 2)))
             both, turns = (Spread.of(times[name]).median for name in ("both", "turns"))
-            name = f"{budget:.0e} {kind} {pair[kind][0].shape}"
+            name = f"{budget:.0e} {kind} {pair[kind].cell.shape}"
             row(name, f"{both:.2f}", f"{turns:.2f}", f"{Spread.of_ratios(times['both'], times['turns']):.2f}")
 
 
 def take_steps(folder: Path, index: int) -> None:
-    """Print how long 60 steps take, after five."""
-    pairs = [cell for _, pair in best_cells(folder) for cell, _ in pair.values()]
-    step = stepper(pairs[index])
+    """Print how long 60 steps take, after five that are not counted."""
+    cells = []
+    for _, pair in best_cells(folder):
+        cells += [best.cell for best in pair.values()]
+    step = stepper(cells[index])
     for _ in range(5):
         step()
     begin = time.perf_counter()
