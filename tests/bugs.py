@@ -358,7 +358,7 @@ BUGS = [
         test="hf/promises/test_placing.py::test_deferred_initialisation_keeps_to_the_routers_init_std",
     ),
     Bug(
-        what="A threshold that was never estimated chooses nobody in silence.",
+        what="A threshold that was never estimated chooses no token, without an error.",
         file="router.py",
         find="if self.threshold.isnan().any():",
         replace="if False:",
@@ -443,7 +443,7 @@ BUGS = [
         test="laws/test_law_3_oracle.py::test_forward_and_gradients_equal_the_oracle[llama-attention-top-k]",
     ),
     Bug(
-        what="A layer forgets who left at the exits before it.",
+        what="A layer forgets which tokens left at the exits before it.",
         file="hf/layer.py",
         find="candidates = before.chosen",
         replace="candidates = None",
@@ -549,7 +549,7 @@ BUGS = [
         test="hf/test_cache.py::test_a_recording_cache_drops_nothing_so_that_it_can_be_cropped",
     ),
     Bug(
-        what="A crop that reaches dropped tokens goes on in silence.",
+        what="A crop that reaches dropped tokens is not refused.",
         file="hf/cache.py",
         find="if tokens_to_remove < 0 and remaining < self.evicted_at:",
         replace="if False:",
@@ -1075,7 +1075,7 @@ BUGS = [
         test="runs/test_resume.py::test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so[trainer_state.json]",
     ),
     Bug(
-        what="A run whose corpus has changed goes on.",
+        what="A run resumes although its corpus has changed.",
         file="runs/run.py",
         find='old["corpus_digest"] != about["corpus_digest"]',
         replace="False",

@@ -8,7 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in parallel
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # On some machines MKL's products depend on where a tensor lies in memory, and a mapped file lies elsewhere than a copy.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names of no folder are not looked up, again and again
+# A name that is not a folder would be looked up on the hub each time.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MIXDEPTH_CACHE", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "tokens"))
 
 import pytest
@@ -19,16 +20,17 @@ from corpora import CENTRE, SMALL, TINY, call, documents, flags, write_folder
 
 import mixdepth
 
-multiprocessing.set_forkserver_preload(["mixdepth"])  # processes that tests start need not import it each
+multiprocessing.set_forkserver_preload(["mixdepth"])  # once for all processes that tests start
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: a trainer's `gc.collect()` need not look at all of it each time."""
+    """Keep what is imported out of garbage collection, which a trainer runs again and again."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _same_every_time() -> None:
+    """Every test begins with the same random state, and transformers prints no warnings."""
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

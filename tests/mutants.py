@@ -4,7 +4,7 @@
     .venv/bin/python tests/mutants.py mask.py top_k   # those whose file, sentence or test has one of these words
 
 Each bug is put into a copy of the package, so that nothing here touches the working tree. Each outcome is written down
-as it comes: a run that was stopped goes on where it was, as long as neither the package nor the tests have changed.
+as it comes: a run that was stopped resumes where it was, as long as neither the package nor the tests have changed.
 """
 
 import argparse

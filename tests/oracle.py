@@ -141,7 +141,7 @@ class Oracle:
         """Decide which tokens of the row x the layer with this index processes."""
         exits = [i for i in self.routed_layers if i < index] if self.settings.scheme == "early_exit" else []
         candidates = real
-        if exits:  # only the tokens that went on at the last exit
+        if exits:  # only the tokens that stayed at the last exit
             before = self.choices[exits[-1]][row]
             candidates = before.chosen
             if index not in self.routed_layers:

@@ -47,7 +47,7 @@ def test_a_bug_that_no_longer_fits_and_a_test_that_is_gone_are_named():
 
 @pytest.mark.slow
 def test_a_run_tells_a_killed_bug_from_a_survivor_and_goes_on_where_it_was(tmp_path):
-    folder = copy_to(ROOT, tmp_path / "copy")  # which nobody else changes between the two runs
+    folder = copy_to(ROOT, tmp_path / "copy")  # nothing else changes it between the two runs
     source = (folder / "mixdepth" / "routes.py").read_text()
     for known in (0, 2):
         arguments = [str(folder / "tests" / "mutants.py"), str(tmp_path / "outcomes.jsonl")]

@@ -50,9 +50,17 @@ SETTINGS = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "attention_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-    **dict.fromkeys(("residual_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "residual_dropout": 0.0,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
 }
 """Values for whichever of these settings an architecture's config has."""
 
@@ -74,9 +82,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(architecture: str, **settings: Any) -> Any:
+    """The config of a tiny model of this architecture."""
     config_class = CONFIG_MAPPING[architecture]
-    known = {*(field.name for field in fields(config_class)), *config_class.attribute_map}
-    chosen = {name: value for name, value in SETTINGS.items() if name in known}
+    names = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    chosen = {name: value for name, value in SETTINGS.items() if name in names}
     return config_class(**{**chosen, **EXCEPTIONS.get(architecture, {}), **settings})
 
 
@@ -97,7 +106,10 @@ def routed(
     architecture: str | PreTrainedModel = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any
 ) -> RoutedCausalLM:
     """A routed model in evaluation mode whose routers spread: about half of all tokens are chosen."""
-    model = dense(architecture, dtype, seed) if isinstance(architecture, str) else copy.deepcopy(architecture)
+    if isinstance(architecture, str):
+        model = dense(architecture, dtype, seed)
+    else:
+        model = copy.deepcopy(architecture)
     model = mixdepth.route(model, **{"capacity": 0.4, "layers": (0, 2, 3), **settings})
     torch.manual_seed(seed + 1)
     with torch.no_grad():
@@ -107,13 +119,14 @@ def routed(
                 for parameter in router.predictor.parameters():
                     parameter.normal_()
     model = model.to(dtype)
-    if any(module.estimates for module in choosers(model)):  # thresholds: from one training pass
+    if any(module.estimates for module in choosers(model)):  # one training pass estimates the thresholds
         model.train()(token_ids(4, 24, seed=5))
         mixdepth.update_routers(model)
     return model.eval()
 
 
 def token_ids(batch_size: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
+    """Random token ids (B, T) without the special ones, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (batch_size, length), generator=generator)
 
@@ -126,8 +139,7 @@ def decisions(model: RoutedCausalLM, ids: torch.Tensor, **kwargs: Any) -> tuple[
     out = model(ids, output_routes=True, **kwargs)
     margins = []
     for route, router in zip(out.routes, model.depth_routers, strict=True):
-        guess = route.guess
-        margins.append((guess - router.cutoff)[route.candidates])
+        margins.append((route.guess - router.cutoff)[route.candidates])
     for load, router in zip(out.loads or (), model.depth_expert_routers, strict=True):
         if load is not None and router.experts_choose:
             margins.append((load.logits.softmax(-1) - router.threshold)[load.used].flatten())
