@@ -13,7 +13,7 @@ from made_up import SIZES, claim, write_study
 from mixdepth import isoflop
 from mixdepth.isoflop import Study
 from mixdepth.isoflop.curves import lowest
-from mixdepth.isoflop.results import LeftOut
+from mixdepth.isoflop.results import Fit, LeftOut
 
 
 def test_the_lowest_point_of_a_parabola():
@@ -28,75 +28,111 @@ def test_the_lowest_point_of_a_parabola():
         assert found.loss == min(losses)
 
 
-def test_a_fit_finds_what_was_put_in(tmp_path):
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A fit of two curves without noise: the optima are at 2e5 and 4e5 parameters, and seeds shift all losses."""
     curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.386, 0.1)}
     hypotheses = [claim("differs", margin=0.015), claim("larger"), claim("less"), claim("equivalent", against="mod")]
-    found = isoflop.fit(write_study(tmp_path / "study", curves, hypotheses))
-    dense, mod = found.curves
+    folder = tmp_path_factory.mktemp("fitted") / "study"
+    fit = isoflop.fit(write_study(folder, curves, hypotheses))
+    assert json.loads((folder / "fit.json").read_text())["curves"][0]["optimum"] == asdict(fit.curves[0].optimum)
+    return fit
+
+
+def test_a_fit_finds_the_optima(fitted):
+    dense, mod = fitted.curves
     assert dense.optimum.parameters == pytest.approx(2e5)
     assert mod.optimum.parameters == pytest.approx(4e5)
     assert dense.optimum.loss == pytest.approx(1.41)  # the mean over seeds
-    half = 4.30265 * 0.01 / math.sqrt(3)  # of t with two degrees of freedom
-    assert dense.optimum.loss_interval == pytest.approx([1.41 - half, 1.41 + half])
-    assert dense.optimum.loss_bootstrap == pytest.approx([1.40, 1.42])
+
+
+def test_intervals_of_an_optimum_are_those_of_t_and_of_draws(fitted):
+    optimum = fitted.curves[0].optimum
+    half_width = 4.30265 * 0.01 / math.sqrt(3)  # of t with two degrees of freedom
+    assert optimum.loss_interval == pytest.approx([1.41 - half_width, 1.41 + half_width])
+    assert optimum.loss_bootstrap == pytest.approx([1.40, 1.42])
+
+
+def test_the_best_size_has_its_spread_and_its_capacities(fitted):
+    dense, mod = fitted.curves
     assert dense.best.std == pytest.approx(0.01)
     assert dense.best.capacities == []
     assert mod.best.capacities == pytest.approx([0.13, 0.25, 0.25])
-    assert "13.0% 25.0% 25.0%" in str(found)
-    pair = found.comparisons[0]
+    assert "13.0% 25.0% 25.0%" in str(fitted)
+
+
+def test_a_pair_is_compared_at_its_optima(fitted):
+    (pair,) = fitted.comparisons
     assert pair.loss == pytest.approx(1.396 / 1.41 - 1)
     assert pair.best_sizes == pytest.approx(1.396 / 1.41 - 1)  # the ladder has the optima themselves
     assert pair.t_interval[0] < pair.loss < pair.t_interval[1] < 0
     assert pair.optimum_ratio == pytest.approx(2)
+    assert pair.optimum_ratio_interval == pytest.approx([2, 2])
+    assert "[2.00, 2.00]" in str(fitted)
+
+
+def test_the_crossing_of_two_curves_is_found(fitted):
+    (pair,) = fitted.comparisons
     crossing = math.exp((math.log(2e5) + math.log(4e5)) / 2 - 0.014 / 0.2 / math.log(2))
     assert pair.crossings == pytest.approx([crossing])
     assert pair.crossing_ratio == pytest.approx(crossing / 2e5)
     assert pair.crossing_ratio_interval == pytest.approx([crossing / 2e5, crossing / 2e5])
     assert pair.is_lower_above
-    assert "x 1.28 [1.28, 1.28]; mod is lower above" in str(found)
-    assert pair.optimum_ratio_interval == pytest.approx([2, 2])
-    tests = {test.kind: test for test in found.tests}
+    assert "x 1.28 [1.28, 1.28]; mod is lower above" in str(fitted)
+
+
+def test_each_kind_of_claim_has_its_estimate_and_its_verdict(fitted):
+    tests = {test.kind: test for test in fitted.tests}
     assert tests["larger"].estimate == pytest.approx(math.log(2))
     assert tests["equivalent"].estimate == pytest.approx(0.0011, rel=0.01)
     assert tests["differs"].verdict == "holds: lower"
     assert tests["less"].verdict == tests["equivalent"].verdict == "holds"
     assert tests["larger"].verdict == "the seeds do not differ"
-    assert "[2.00, 2.00]" in str(found)  # the ratio of sizes
-    written = json.loads((tmp_path / "study" / "fit.json").read_text())
-    assert written["curves"][0]["optimum"] == asdict(dense.optimum)
-    assert "holds" in str(found)
+    assert "holds" in str(fitted)
+
+
+def test_a_fit_that_is_read_again_is_the_same(fitted):
+    content = json.loads(json.dumps(fitted.to_dict()))
+    assert Fit.from_dict(content) == fitted
+
+
+def relative_losses_at_ends(curves, seeds):
+    """The loss of `mod` relative to `dense`, by parabolas of single seeds: at the smallest and the largest size."""
+    points = {curve.variant: curve.points for curve in curves}
+    logs = np.log([point.parameters for point in points["dense"]])
+    ends = {"dense": [], "mod": []}
+    for variant, losses in ends.items():
+        for seed in seeds:
+            parabola = np.polyfit(logs, [point.losses[seed] for point in points[variant]], 2)
+            losses.append(np.polyval(parabola, logs[[0, -1]]))
+    ratios = np.array(ends["mod"]) / np.array(ends["dense"])  # (seeds, 2)
+    return np.transpose(ratios - 1)
 
 
 def test_curves_cross_if_they_do_at_both_ends(tmp_path):
     from scipy import stats
 
-    above = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.42, 0.1)}
-    found = isoflop.fit(write_study(tmp_path / "crossing", above, [claim("crosses")], noise=1e-3))
-    (test,) = found.tests
+    curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (4e5, 1.42, 0.1)}
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, [claim("crosses")], noise=1e-3))
+    (test,) = fitted.tests
     assert test.verdict == "holds"
-    assert math.exp(test.estimate) == pytest.approx(found.comparisons[0].crossing_ratio)
+    assert math.exp(test.estimate) == pytest.approx(fitted.comparisons[0].crossing_ratio)
     assert test.interval[0] < test.estimate < test.interval[1]
-    ends = {}
-    for name in ("dense", "mod"):
-        (points,) = (curve.points for curve in found.curves if curve.variant == name)
-        logs = np.log([point.parameters for point in points])
-        for seed in (0, 1, 2):
-            line = np.polyfit(logs, [point.losses[seed] for point in points], 2)
-            ends[name, seed] = np.polyval(line, logs[[0, -1]])
-    small, large = np.transpose([ends["mod", seed] / ends["dense", seed] - 1 for seed in (0, 1, 2)])
-    ps = [
-        stats.ttest_1samp(small, 0, alternative="greater").pvalue,
-        stats.ttest_1samp(large, 0, alternative="less").pvalue,
-    ]
-    assert test.p == pytest.approx(max(ps), rel=0.1)
+    smallest, largest = relative_losses_at_ends(fitted.curves, seeds=(0, 1, 2))
+    p_smallest = stats.ttest_1samp(smallest, 0, alternative="greater").pvalue
+    p_largest = stats.ttest_1samp(largest, 0, alternative="less").pvalue
+    assert test.p == pytest.approx(max(p_smallest, p_largest), rel=0.1)
 
-    below = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (2.2e5, 1.35, 0.1)}  # everywhere
-    found = isoflop.fit(write_study(tmp_path / "below", below, [claim("crosses")], noise=1e-3))
-    assert (found.tests[0].estimate, found.tests[0].interval, found.tests[0].by_seed) == (None, None, {})
-    assert found.tests[0].verdict == "not shown"
-    assert found.comparisons[0].crossing_ratio is None
-    assert "NaN" not in (tmp_path / "below" / "fit.json").read_text()
-    assert "is lower above" not in str(found)
+
+def test_curves_do_not_cross_if_one_is_lower_everywhere(tmp_path):
+    curves = {(1e13, "dense"): (2e5, 1.40, 0.1), (1e13, "mod"): (2.2e5, 1.35, 0.1)}
+    fitted = isoflop.fit(write_study(tmp_path / "study", curves, [claim("crosses")], noise=1e-3))
+    (test,) = fitted.tests
+    assert (test.estimate, test.interval, test.by_seed) == (None, None, {})
+    assert test.verdict == "not shown"
+    assert fitted.comparisons[0].crossing_ratio is None
+    assert "NaN" not in (tmp_path / "study" / "fit.json").read_text()
+    assert "is lower above" not in str(fitted)
 
 
 def test_p_values_are_scipys_and_corrected_by_holm(tmp_path):

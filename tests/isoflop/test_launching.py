@@ -309,42 +309,87 @@ def test_a_study_on_ray_that_is_stopped_stops_its_cells(tmp_path, corpus, cluste
     assert found.failure(cell) is None
 
 
-def test_the_test_text_is_opened_once_when_all_is_finished(study, corpus, tmp_path):
-    def copied(name, *without):
+@pytest.fixture
+def copied(study, tmp_path):
+    """A function that copies the folders of the study without some files."""
+
+    def copy(name, *without):
         return without_records(study, tmp_path / name, *without)
 
-    opened = copied("opened")
-    fitted = isoflop.fit(opened, split="test")
+    return copy
+
+
+@pytest.fixture
+def opened(copied):
+    """The study with its test text opened, and the fit."""
+    folder = copied("opened")
+    return folder, isoflop.fit(folder, split="test")
+
+
+def sealed_file(folder):
+    """The test.json of the first cell."""
+    return folder / "cells" / Study.read(folder).cells[0].name / "test.json"
+
+
+def test_the_test_text_gives_other_losses(opened):
+    folder, fitted = opened
+    validation = isoflop.fit(folder)
     assert fitted.split == "test"
-    validation = isoflop.fit(opened)
     for dense, mod in (fitted.curves, validation.curves):
         assert (len(dense.best.capacities), len(mod.best.capacities)) == (0, 2)
     assert fitted.curves[0].best.loss != validation.curves[0].best.loss
-    first = Study.read(study).cells[0]
-    (opened / "cells" / first.name / "test.json").write_text("{}")
-    assert str(isoflop.fit(opened, split="test")) == str(fitted)  # as it was written down
-    with pytest.raises(ValueError, match=r"the test text of the study in '.*opened' has been opened: choose another"):
-        plan(opened, corpus, seeds=2)
 
-    assert isoflop.fit(copied("sealed", "*.safetensors"), split="test") == fitted  # what cells have sealed is enough
-    assert isoflop.fit(copied("unsealed", "test.json"), split="test") == fitted  # and without it their weights are
-    gone = copied("gone", "*.safetensors")
-    (gone / "cells" / first.name / "test.json").unlink()
-    assert isoflop.fit(gone, split="test").left_out == [
-        LeftOut(cell=first.name, reason="it has no loss on the test text, and its weights are gone")
-    ]
-    killed = copied("killed", "test.json")  # before it was written
-    isoflop.run(killed)
-    assert (killed / "cells" / first.name / "test.json").exists()
-    damaged = copied("damaged")
-    (damaged / "cells" / first.name / "test.json").write_text("{}")
-    assert isoflop.fit(damaged, split="test") == fitted  # its weights are there
-    lost = copied("lost", "*.safetensors")
-    (lost / "cells" / first.name / "test.json").write_text("[]")
-    assert [entry.cell for entry in isoflop.fit(lost, split="test").left_out] == [first.name]
-    plan(killed, corpus, seeds=2)
+
+def test_the_test_text_is_opened_once(opened):
+    folder, fitted = opened
+    sealed_file(folder).write_text("{}")
+    again = isoflop.fit(folder, split="test")  # as it was written down
+    assert again == fitted
+    assert str(again) == str(fitted)
+
+
+def test_a_study_whose_test_text_was_opened_takes_no_cells(opened, corpus):
+    folder, _ = opened
+    with pytest.raises(ValueError, match=r"the test text of the study in '.*opened' has been opened: choose another"):
+        plan(folder, corpus, seeds=2)
+
+
+def test_the_test_text_is_not_opened_before_all_cells_are_finished(copied, corpus):
+    folder = copied("unfinished")
+    plan(folder, corpus, seeds=2)
     with pytest.raises(ValueError, match="2 cells are not finished: the test text is opened once"):
-        isoflop.fit(killed, split="test")
+        isoflop.fit(folder, split="test")
+
+
+def test_sealed_losses_are_enough_without_weights(opened, copied):
+    assert isoflop.fit(copied("sealed", "*.safetensors"), split="test") == opened[1]
+
+
+def test_weights_are_enough_without_sealed_losses(opened, copied):
+    assert isoflop.fit(copied("unsealed", "test.json"), split="test") == opened[1]
+
+
+def test_damaged_sealed_losses_are_measured_again_while_the_weights_are_there(opened, copied):
+    folder = copied("damaged")
+    sealed_file(folder).write_text("{}")
+    assert isoflop.fit(folder, split="test") == opened[1]
+
+
+@pytest.mark.parametrize("content", [None, "[]"])
+def test_a_cell_without_sealed_losses_and_weights_is_left_out(content, copied):
+    folder = copied("gone", "*.safetensors")
+    sealed_file(folder).unlink()
+    if content is not None:
+        sealed_file(folder).write_text(content)
+    reason = "it has no loss on the test text, and its weights are gone"
+    first = Study.read(folder).cells[0]
+    assert isoflop.fit(folder, split="test").left_out == [LeftOut(cell=first.name, reason=reason)]
+
+
+def test_a_run_that_was_killed_before_it_was_sealed_is_sealed_later(copied):
+    folder = copied("killed", "test.json")
+    isoflop.run(folder)
+    assert sealed_file(folder).exists()
 
 
 def test_a_run_on_another_text_does_not_count(study, tmp_path):
