@@ -265,7 +265,7 @@ class Oracle:
         gate = self.weight(index, "mlp.gate.weight")  # (A, D)
         logits = {t: gate @ h[t] for t in in_use}
         probabilities = {t: torch.exp(logits[t]) / torch.exp(logits[t]).sum() for t in in_use}
-        if self.settings.experts == "token_choice":
+        if self.settings.experts.scheme == "token_choice":
             shares, num_wanted = self.tokens_choose(index, num_experts, probabilities, in_use)
         else:
             shares, num_wanted = self.experts_choose(index, probabilities, in_use)
@@ -285,8 +285,8 @@ class Oracle:
         gate = self.layers[index].mlp.gate
         num_all = len(self.weight(index, "mlp.gate.weight"))  # A
         limit = math.inf
-        if self.lookahead and self.settings.expert_capacity is not None:
-            limit = rounded_up(self.settings.expert_capacity, len(in_use))
+        if self.lookahead and self.settings.experts.capacity is not None:
+            limit = rounded_up(self.settings.experts.capacity, len(in_use))
         shares = {}
         num_wanted = [0] * num_all
         for t in in_use:
@@ -306,7 +306,7 @@ class Oracle:
     ) -> tuple[dict[tuple[int, int], Tensor], list[int]]:
         """Expert choice: the weight of each pair (token, expert), and how many tokens each expert took."""
         num_all = len(self.weight(index, "mlp.gate.weight"))  # A
-        capacity = self.settings.expert_capacity
+        capacity = self.settings.experts.capacity
         if capacity is None:  # each token has as many experts on average as with token choice
             capacity = min(1.0, self.layers[index].mlp.gate.top_k / num_all)
         thresholds = self.weight(index, "mlp.depth_router.threshold")  # (A,)
@@ -366,7 +366,8 @@ class Oracle:
     def balance_loss(self) -> Tensor:
         """A * sum over experts of the share of tokens that chose it times its mean probability (Switch Transformer,
         Fedus et al. 2021, Eq. 4), as a mean over layers, with its coefficient."""
-        if self.settings.experts != "token_choice":
+        experts = self.settings.experts
+        if experts is None or experts.scheme != "token_choice":
             return torch.zeros(())
         losses = []
         for rows in self.served.values():
@@ -378,7 +379,7 @@ class Oracle:
                 probability = sum(torch.exp(token[e]) / torch.exp(token).sum() for token in logits) / len(logits)
                 loss = loss + num_all * share * probability
             losses.append(loss)
-        return self.settings.expert_balance_coef * sum(losses) / len(losses)
+        return experts.balance_coef * sum(losses) / len(losses)
 
 
 class Row:
