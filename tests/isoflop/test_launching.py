@@ -211,7 +211,7 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # nobody is left
+        os.killpg(process.pid, 0)  # no process is left
     assert run.result is None
     ran = call("isoflop", "run", str(folder))
     assert ran.returncode == 0, ran.stderr
@@ -219,7 +219,7 @@ def test_a_study_that_was_stopped_stops_its_cells_and_goes_on(tmp_path, corpus):
     assert run.result is not None
 
 
-def test_a_cell_that_somebody_ends_has_failed(tmp_path, corpus, capsys):
+def test_a_cell_whose_process_is_ended_has_failed(tmp_path, corpus, capsys):
     folder = tmp_path / "study"
     found = plan(folder, corpus, budgets=[1e10], variants=["dense"], save_every=20)
     (cell,) = found.cells

@@ -144,7 +144,7 @@ def test_a_study_grows_and_what_is_planned_stays(study, corpus):
         ("equivalent", "mod:capacity=0.5", "mod:capacity=0.5", "primary"),
         ("less", "mod:capacity=0.5", "random:capacity=0.5", "primary"),
     }
-    assert all(claim.seeds == [8, 9] and claim.finished_before == 0 for claim in fresh)  # nobody has seen these
+    assert all(claim.seeds == [8, 9] and claim.finished_before == 0 for claim in fresh)  # nothing is known of these
     with pytest.raises(ValueError, match=r"has context=32, not 64: choose another --out"):
         plan(grown, corpus, context=64)
     with pytest.raises(ValueError, match=r"has eval_windows=8, not 16: choose another --out"):

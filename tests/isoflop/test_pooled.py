@@ -80,10 +80,10 @@ def test_the_p_of_seeds_is_that_of_an_analysis_of_variance():
         return residual @ residual
 
     one, both = np.repeat([1.0, 0.0], 5), np.ones(10)
-    alike, apart = unexplained([both]), unexplained([one, both - one])
+    shared, by_variant = unexplained([both]), unexplained([one, both - one])
     result = pooled(pair)
-    assert result.noise == pytest.approx(math.sqrt(alike / 18))
-    assert result.p_of_seeds == pytest.approx(stats.f.sf((alike - apart) / 2 / (apart / 16), 2, 16))
+    assert result.noise == pytest.approx(math.sqrt(shared / 18))
+    assert result.p_of_seeds == pytest.approx(stats.f.sf((shared - by_variant) / 2 / (by_variant / 16), 2, 16))
 
 
 def test_where_nothing_scatters_there_is_nothing_to_tell():
