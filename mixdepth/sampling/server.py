@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from mixdepth.hf.model import RoutedCausalLM
 from mixdepth.models.loading import load
-from mixdepth.sampling.gate import Gate, check_host, uvicorn_options
+from mixdepth.sampling.admission import Gate, check_host, uvicorn_options
 from mixdepth.sampling.server_limits import Limits, RefusedError, error_body, shown
 from mixdepth.text import tell
 

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from corpora import free_port
 
-from mixdepth.sampling.gate import Gate, check_host, uvicorn_options
+from mixdepth.sampling.admission import Gate, check_host, uvicorn_options
 from mixdepth.sampling.server_limits import Limits
 
 LIMITS = Limits(body_bytes=10_000, arrival_seconds=0.6, connections=4)
