@@ -86,7 +86,8 @@ class TrainConfig:
     """Share of the text that is held out for evaluation, in whole documents."""
 
     test: float = 0.0
-    """Further share of the text that is held out. Only `mixdepth eval --split test` looks at it."""
+    """Further share of the text that is held out. `mixdepth eval --split test` evaluates on it, and so does each cell
+    of a study when it ends; only `mixdepth isoflop fit --split test` reads what the cells measured."""
 
     context: int = 256
     """Tokens in a window. A routed layer takes its top k over a window."""
