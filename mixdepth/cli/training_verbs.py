@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 from typing import Any
 
 from mixdepth.cli.flags import add_routing_settings, add_run_settings, add_verb, routing_settings
 from mixdepth.config import DepthConfig
 from mixdepth.runs.settings import CONVERT_DEFAULTS, OF_FRESH, OF_PRETRAINED, TUNE_DEFAULTS, TrainConfig
-from mixdepth.text import parse_value
+from mixdepth.text import parse_value, tell
 
 
 def add_verbs(verbs: Any, *, shows_all: bool) -> None:
@@ -45,7 +46,7 @@ def _train(out: str, dense: bool, **options: Any) -> None:
         raise ValueError(f"a dense model has no {next(iter(routing))}: leave out --dense or the routing settings")
     depth = None if dense else DepthConfig.from_flat(**routing)
     run = train(out, TrainConfig.from_dict({**options, "depth": depth}))
-    _print_result(run.result)
+    _print_result(run.result, out)
 
 
 def _add_convert(verbs: Any, shows_all: bool) -> None:
@@ -152,10 +153,12 @@ def _tune(model: str, out: str, **options: Any) -> None:
     from mixdepth import tune
 
     run = tune(model, out, **options)
-    _print_result(run.result)
+    _print_result(run.result, out)
 
 
-def _print_result(result: Any) -> None:
-    """Print the result of a run, in the first of several processes only."""
+def _print_result(result: Any, out: str) -> None:
+    """Print the result of a run, and say what to try next, in the first of several processes only."""
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result, indent=2), flush=True)
+        folder = shlex.quote(out)  # the commands are there to be copied
+        tell(f"saved to {out}; next: mixdepth generate {folder} 'def f('  or  mixdepth eval {folder}")
