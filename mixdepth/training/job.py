@@ -24,7 +24,7 @@ from mixdepth.runs.layout import RESULT
 from mixdepth.runs.run import Run, tokenise
 from mixdepth.runs.settings import TrainConfig
 from mixdepth.text import tell
-from mixdepth.training.processes import main_first
+from mixdepth.training.processes import is_first, main_first
 from mixdepth.training.schedule import CAPACITY_LEVELS, Schedule, default_learning_rate, plan
 from mixdepth.training.start import Start, make_start
 from mixdepth.training.trainer import DepthTrainer
@@ -49,6 +49,7 @@ def train(out: str | Path, config: TrainConfig | None = None, **settings: Any) -
     config = replace(config, corpus=absolute(config.corpus))
     run = Run(out)
     if config.model is not None and run.result is not None and run.is_of(config):
+        _tell_complete(run)
         return run  # the model that it started from may be gone
     train_on(read_corpus(config), run, config)
     return run
@@ -91,7 +92,15 @@ def train_on(corpus: Corpus, run: Run, config: TrainConfig) -> None:
         if run.result is None:
             trainer = _train(run, config, corpus, start, schedule, trainer_arguments, state)
             _finish(trainer, run, config, corpus, start, schedule, state)
+        else:
+            _tell_complete(run)
         state.wait_for_everyone()
+
+
+def _tell_complete(run: Run) -> None:
+    """Say that a finished run was asked for again."""
+    if is_first():
+        tell(f"{run.folder} is already complete: nothing was trained")
 
 
 def _processes() -> PartialState:
@@ -120,6 +129,8 @@ def _train(
             f"{type(model).__name__} of {model.num_parameters():,} parameters: {schedule.steps:,} steps, "
             f"{schedule.flops:.3g} FLOPs, {num_epochs:.2f} epochs of {config.corpus}"
         )
+        if config.engine == "fsdp" and state.num_processes == 1:
+            tell("engine='fsdp' has no effect on one process: start several with torchrun")
         with writing(run.folder):
             tokenizer.save_pretrained(run.folder)
             return _go_back(run, schedule.steps)

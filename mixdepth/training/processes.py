@@ -1,5 +1,6 @@
 """Several processes that train one model together."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -7,6 +8,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 Answer = TypeVar("Answer")
+
+
+def is_first() -> bool:
+    """Return whether this process is the first of those that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def main_first(state: PartialState, work: Callable[[], Answer]) -> Answer:
