@@ -17,6 +17,7 @@ from mixdepth.hf import smollm2
 from mixdepth.hf.lora import adapted
 from mixdepth.models.finite import check_computes, check_finite
 from mixdepth.models.foreign import check_config, contents_of, weight_files
+from mixdepth.models.missing import missing_run
 from mixdepth.runs.checkpoints import STATE_FOLDER, damage, is_complete, newest_checkpoint, read_weights
 from mixdepth.runs.digests import change
 from mixdepth.runs.layout import RESULT, SETTINGS
@@ -89,6 +90,7 @@ def load(name: str) -> Loaded:
 def _find(name: str) -> Place:
     """Find the folder with the weights that a name stands for, and the run that it belongs to."""
     check_name(name)
+    _check_is_there(name)
     path = Path(name)
     if (path / SETTINGS).exists():
         run = Run(path)
@@ -107,6 +109,13 @@ def _find(name: str) -> Place:
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{name!r} is neither a run nor a model's folder: it has no {SETTINGS} and no config.json")
     return Place(path, None, "")
+
+
+def _check_is_there(name: str) -> None:
+    """Refuse a local path where nothing is, before the hub is asked."""
+    sentence = missing_run(name)
+    if sentence is not None:
+        raise ValueError(sentence)
 
 
 def _from_checkpoint(checkpoint: Path, run: Run | None) -> Any:
@@ -206,6 +215,7 @@ def _tokenizer(name: str, run: Run | None) -> Any:
 @contextmanager
 def loading(name: str) -> Iterator[None]:
     """Turn an error in loading a model into one sentence: each part of transformers raises its own kind."""
+    _check_is_there(name)
     try:
         yield
     except SafetensorError as error:

@@ -274,7 +274,7 @@ def test_nothing_is_overwritten_and_no_half_folder_is_left(pretrained, tmp_path)
     assert (tmp_path / "mod/mine.txt").read_text() == "mine"
     process = call("convert", str(tmp_path / "none"), "--out", str(tmp_path / "other"))
     assert process.returncode == 2
-    assert "neither a run nor a model's folder nor a model of the hub" in process.stderr
+    assert "none' and no model's folder of this name" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mod"]
 
 

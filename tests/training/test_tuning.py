@@ -262,7 +262,7 @@ def test_what_a_plain_or_fresh_model_cannot_have_is_refused(pretrained, corpus, 
             mixdepth.tune(pretrained, tmp_path / "tuned", corpus=corpus, steps=2, **TUNING, **settings)
     with pytest.raises(ValueError, match="method='lora' needs a pretrained model: give one by model"):
         mixdepth.train(tmp_path / "tuned", corpus=corpus, steps=2, method="lora")
-    with pytest.raises(ValueError, match="nor a model of the hub"):
+    with pytest.raises(ValueError, match=r"there is no run .*none' and no model's folder"):
         mixdepth.tune(tmp_path / "none", tmp_path / "tuned", corpus=corpus, steps=2)
     with pytest.raises(ValueError, match="gate='raw' changes what a pretrained model computes"):
         mixdepth.train(tmp_path / "tuned", corpus=corpus, steps=2, model=pretrained, **TUNING)

@@ -1,0 +1,71 @@
+"""A model that is missing is refused at once if its name is a local path; the hub is asked once, and briefly."""
+
+import subprocess
+import sys
+
+import pytest
+
+import mixdepth
+from mixdepth.models.missing import missing_run
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """A folder that holds the folder `demo` with three runs, as the current folder."""
+    for name in ("dense", "routed", "shallow"):
+        (tmp_path / "demo" / name).mkdir(parents=True)
+        (tmp_path / "demo" / name / "run.json").write_text("{}")
+    (tmp_path / "demo/plots").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_missing_run_is_refused_with_the_runs_next_to_it(demo):
+    sentence = "there is no run 'demo/routde'; there are demo/routed, demo/dense, demo/shallow"
+    assert missing_run("demo/routde") == sentence
+    with pytest.raises(ValueError, match=sentence):
+        mixdepth.load("demo/routde")
+
+
+def test_at_most_five_runs_are_named(demo):
+    for number in range(4):
+        (demo / "demo" / f"seed-{number}").mkdir()
+        (demo / "demo" / f"seed-{number}" / "config.json").write_text("{}")
+    assert missing_run("demo/shalow") == (
+        "there is no run 'demo/shalow'; there are demo/shallow, demo/dense, demo/routed, demo/seed-0, demo/seed-1 "
+        "and 2 more"
+    )
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "./x", "/nowhere/x", "../x", "~/x", "with space", "owner/naïve", "x/", "-x"])
+def test_what_cannot_be_a_name_of_the_hub_is_refused(demo, name):
+    assert missing_run(name) == f"there is no run {name!r} and no model's folder of this name"
+
+
+def test_a_path_whose_first_part_is_a_folder_here_is_refused(demo):
+    (demo / "texts").mkdir()
+    assert missing_run("texts/mod") == "there is no run 'texts/mod' and no model's folder of this name"
+
+
+def test_a_bare_name_is_refused_only_next_to_a_run_with_a_close_name(demo, monkeypatch):
+    monkeypatch.chdir("demo")
+    assert missing_run("gpt2") is None
+    assert missing_run("smollm2") is None
+    assert missing_run("routde") == "there is no run 'routde'; there are routed, dense, shallow"
+
+
+def test_names_of_the_hub_and_what_exists_are_not_refused(demo):
+    for name in ("gpt2", "openai-community/gpt2", "meta-llama/Llama-3.2-1B", "demo", "demo/routed", "demo/plots"):
+        assert missing_run(name) is None
+
+
+def test_a_command_refuses_before_it_imports_torch(demo):
+    code = (
+        "import sys; from mixdepth.cli import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & {*sys.modules})); sys.exit(code)"
+    )
+    for verb in (["generate", "demo/routde", "hi"], ["eval", "demo/dense", "demo/routde"]):
+        process = subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, text=True)
+        assert process.returncode == 2
+        assert process.stderr.startswith("mixdepth: there is no run 'demo/routde'; there are demo/routed, ")
+        assert process.stdout.strip() == "[]"
