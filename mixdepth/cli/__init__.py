@@ -3,7 +3,6 @@
 Parsing imports settings and nothing else, so that `--help` answers in a tenth of a second.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 from mixdepth.cli import model_verbs, show_verbs, study_verbs, training_verbs
 from mixdepth.cli.flags import HelpFormatter
-from mixdepth.models.missing import missing_run
+from mixdepth.cli.parser import Parser, with_hint
 
 BADLY_USED = 2
 """Exit code of a command that was given something it cannot work with."""
@@ -36,19 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return BADLY_USED
 
-    # 2. Refuse a model that is missing, in one line, by the first process only.
-    given = options.get("names") or [options.get("model")]
-    sentences = [missing_run(name) for name in given if name is not None]
-    refusals = [sentence for sentence in sentences if sentence is not None]
-    if refusals:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"mixdepth: {refusals[0]}", file=sys.stderr)
-        return BADLY_USED
-
-    # 3. Silence other libraries, before the verb imports them.
+    # 2. Silence other libraries, before the verb imports them.
     _silence_other_libraries()
 
-    # 4. Run the verb. Errors that a user can mend are printed in one line, by the first process only.
+    # 3. Run the verb. Errors that a user can mend are printed in one line, by the first process only.
     run_verb = options.pop("run")
     try:
         run_verb(**options)
@@ -56,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mixdepth.files import explained
 
         if os.environ.get("RANK", "0") == "0":
-            print(f"mixdepth: {explained(error)}", file=sys.stderr)
+            print(f"mixdepth: {with_hint(explained(error))}", file=sys.stderr)
         return BADLY_USED
     except KeyboardInterrupt:
         print("mixdepth: stopped; finished work is kept", file=sys.stderr)
@@ -64,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_parser(*, shows_all: bool = False) -> argparse.ArgumentParser:
+def make_parser(*, shows_all: bool = False) -> Parser:
     """Make the parser of all verbs. With `shows_all` the help of each verb shows its rarely used settings too."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mixdepth",
         usage="mixdepth VERB ...",
         description="Mixture-of-Depths transformers on PyTorch and Hugging Face.",
