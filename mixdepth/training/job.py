@@ -200,6 +200,28 @@ def _finish(
             write_card(run.folder, run.folder.resolve().name, model, config.model, _card_settings(config), result)
             write_digests(run.folder)
             write_json(run.folder / RESULT, result)
+        sentence = idle_sentence(model, evaluation.get("validation_capacities", []))
+        if sentence is not None:
+            tell(sentence)
+
+
+def idle_sentence(model: Any, capacities: list[float]) -> str | None:
+    """Return what to say about the routed layers whose realised causal capacity is 0; None if there is no such layer.
+
+    `capacities` has one value for each layer with a router. A model without thresholds chooses by chance.
+    """
+    if 0 not in capacities or not has_thresholds(model):
+        return None
+    idle = []
+    for index, capacity in zip(model.deciding_layers, capacities, strict=True):
+        if capacity == 0:
+            idle.append(str(index))
+    named = f"layer {idle[0]}"
+    if len(idle) > 1:
+        named = f"layers {', '.join(idle[:-1])} and {idle[-1]}"
+    return (
+        f"no token is routed through {named} when the model chooses causally: train longer, or run mixdepth.calibrate"
+    )
 
 
 def _go_back(run: Run, num_steps: int) -> Path | None:

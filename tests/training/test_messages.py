@@ -3,8 +3,10 @@
 import json
 
 from corpora import TINY, call, flags
+from tiny import dense, routed
 
 import mixdepth
+from mixdepth.training.job import idle_sentence
 
 
 def command(out, corpus, **options):
@@ -41,3 +43,23 @@ def test_one_process_is_told_that_fsdp_has_no_effect(corpus, tmp_path):
     process = call(*command(tmp_path / "run", corpus, engine="fsdp"))
     assert "mixdepth: engine='fsdp' has no effect on one process: start several with torchrun\n" in process.stderr
     assert "fsdp" not in call(*command(tmp_path / "other", corpus)).stderr
+
+
+def test_layers_that_route_no_token_are_named_at_the_end(corpus, tmp_path):
+    routing = {"layers": 4, "capacity": 0.25}
+    process = call(*command(tmp_path / "predictor", corpus, **routing))
+    assert json.loads(process.stdout)["validation_capacities"] == [0.0, 0.0]
+    assert "mixdepth: no token is routed through layers 1 and 3 when the model chooses causally" in process.stderr
+    process = call(*command(tmp_path / "threshold", corpus, **routing, causal="threshold"))
+    assert min(json.loads(process.stdout)["validation_capacities"]) > 0
+    assert "no token is routed" not in process.stderr
+
+
+def test_layers_that_route_no_token_are_listed():
+    model = routed()  # layers 0, 2 and 3 of 4
+    assert idle_sentence(model, [0.1, 0.001, 0.3]) is None
+    advice = "when the model chooses causally: train longer, or run mixdepth.calibrate"
+    assert idle_sentence(model, [0.1, 0.0, 0.3]) == f"no token is routed through layer 2 {advice}"
+    assert idle_sentence(model, [0.0, 0.0, 0.0]) == f"no token is routed through layers 0, 2 and 3 {advice}"
+    assert idle_sentence(routed(scheme="random"), [0.0, 0.0, 0.0]) is None  # chance alone decided
+    assert idle_sentence(dense(), []) is None
