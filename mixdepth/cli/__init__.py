@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mixdepth.cli import model_verbs, show_verbs, study_verbs, training_verbs
 from mixdepth.cli.flags import HelpFormatter
 from mixdepth.cli.parser import Parser, with_hint
+from mixdepth.models.missing import missing_run
 
 BADLY_USED = 2
 """Exit code of a command that was given something it cannot work with."""
@@ -35,10 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return BADLY_USED
 
-    # 2. Silence other libraries, before the verb imports them.
+    # 2. Refuse a model that is missing, in one line, by the first process only.
+    given = options.get("names") or [options.get("model")]
+    sentences = [missing_run(name) for name in given if name is not None]
+    refusals = [sentence for sentence in sentences if sentence is not None]
+    if refusals:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mixdepth: {refusals[0]}", file=sys.stderr)
+        return BADLY_USED
+
+    # 3. Silence other libraries, before the verb imports them.
     _silence_other_libraries()
 
-    # 3. Run the verb. Errors that a user can mend are printed in one line, by the first process only.
+    # 4. Run the verb. Errors that a user can mend are printed in one line, by the first process only.
     run_verb = options.pop("run")
     try:
         run_verb(**options)
