@@ -82,6 +82,7 @@ PRIVATE_OUTSIDE = {
     "sampling/answering.py": "it answers requests inside the server of transformers, whose methods are private",
     "training/trainer.py": "it overrides how the Trainer saves, loads and measures, in methods that are private",
     "modes.py": "the core imports no peft, and reads which copy of a router its wrapper uses",
+    "__main__.py": "os._exit, which is public, ends a process inside an import",
     "cli/parser.py": "argparse has no public list of the flags of a parser",
 }
 """Files besides hf/private.py that may touch private names of transformers, peft and accelerate, with the reason."""
