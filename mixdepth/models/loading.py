@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
@@ -28,6 +30,10 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
 ROOM = 2**20
 """How many weights a small model may lack before it is refused unbuilt."""
+HUB_TIMEOUT = 5.0
+"""How many seconds the hub has for its answer."""
+REFUSALS = (401, 403, 404)
+"""What the hub answers if a model does not exist, or is not for this user."""
 UNLIMITED = 2**20
 """The number of positions of a model with a config that does not say."""
 
@@ -116,6 +122,31 @@ def _check_is_there(name: str) -> None:
     sentence = missing_run(name)
     if sentence is not None:
         raise ValueError(sentence)
+
+
+def _ask_hub(name: str) -> None:
+    """Ask the hub once, and briefly, for a model that is not in its cache. transformers would try for a minute."""
+    # 1. Nothing is asked about what is here already.
+    if Path(name).exists() or smollm2.is_meant(name) or is_offline_mode():
+        return
+    if cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False):
+        return
+
+    # 2. Ask for config.json. A model without this file is refused later, with its own sentence.
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+    except EntryNotFoundError:
+        return
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        problem = "the hub has none that you may read" if status in REFUSALS else f"the hub answers {status}"
+        cause: Exception = error
+    except Exception as error:  # the library of HTTP below huggingface_hub has kinds of its own
+        problem = f"the hub cannot be reached: {reason(error)}"
+        cause = error
+    else:
+        return
+    raise ValueError(f"{name!r} is neither a run nor a model's folder nor a model of the hub ({problem})") from cause
 
 
 def _from_checkpoint(checkpoint: Path, run: Run | None) -> Any:
@@ -216,6 +247,7 @@ def _tokenizer(name: str, run: Run | None) -> Any:
 def loading(name: str) -> Iterator[None]:
     """Turn an error in loading a model into one sentence: each part of transformers raises its own kind."""
     _check_is_there(name)
+    _ask_hub(name)
     try:
         yield
     except SafetensorError as error:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 
@@ -69,3 +71,55 @@ def test_a_command_refuses_before_it_imports_torch(demo):
         assert process.returncode == 2
         assert process.stderr.startswith("mixdepth: there is no run 'demo/routde'; there are demo/routed, ")
         assert process.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that answers every request with the same status, and the list of what it was asked."""
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_response(server.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.asked, server.status = asked, 503
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def generate(name):
+    """Run `generate` in a process of its own: huggingface_hub reads its settings when it is imported."""
+    command = [sys.executable, "-m", "mixdepth", "generate", name, "hi"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"), [(404, "the hub has none that you may read"), (503, "the hub answers 503")]
+)
+def test_the_hub_is_asked_once(hub, status, problem):
+    hub.status = status
+    process = generate("owner/nothere")
+    assert process.returncode == 2
+    assert hub.asked == ["/owner/nothere/resolve/main/config.json"]
+    assert len(process.stderr.splitlines()) == 1
+    assert f"'owner/nothere' is neither a run nor a model's folder nor a model of the hub ({problem})" in process.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_at_once(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    process = generate("owner/nothere")
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert "nor a model of the hub (the hub cannot be reached: " in process.stderr
