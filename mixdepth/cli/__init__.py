@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mixdepth.cli import model_verbs, show_verbs, study_verbs, training_verbs
+from mixdepth.cli import listing_verbs, model_verbs, show_verbs, study_verbs, training_verbs
 from mixdepth.cli.flags import HelpFormatter
 from mixdepth.cli.parser import Parser, with_hint
 from mixdepth.models.missing import missing_run
@@ -79,6 +79,7 @@ def make_parser(*, shows_all: bool = False) -> Parser:
     model_verbs.add_verbs(verbs, shows_all=shows_all)
     show_verbs.add_verbs(verbs, shows_all=shows_all)
     study_verbs.add_verbs(verbs, shows_all=shows_all)
+    listing_verbs.add_verbs(verbs)
     return parser
 
 
