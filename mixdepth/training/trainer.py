@@ -94,7 +94,7 @@ class DepthTrainer(Trainer):
         if shard:
             self._shard(model)
         self.clock = Clock()
-        self.progress = Progress(is_shown=self.is_world_process_zero())
+        self.progress = Progress(schedule, is_shown=self.is_world_process_zero())
         self.add_callback(self.progress)
         self.add_callback(self.clock)
 

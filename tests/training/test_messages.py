@@ -1,11 +1,16 @@
 """What a run says on stderr. Its result alone goes to stdout."""
 
 import json
+import re
+from types import SimpleNamespace
 
+import pytest
 from corpora import TINY, call, flags
 from tiny import dense, routed
 
 import mixdepth
+from mixdepth.training import callbacks
+from mixdepth.training.callbacks import Progress, duration
 from mixdepth.training.job import idle_sentence
 
 
@@ -63,3 +68,50 @@ def test_layers_that_route_no_token_are_listed():
     assert idle_sentence(model, [0.0, 0.0, 0.0]) == f"no token is routed through layers 0, 2 and 3 {advice}"
     assert idle_sentence(routed(scheme="random"), [0.0, 0.0, 0.0]) is None  # chance alone decided
     assert idle_sentence(dense(), []) is None
+
+
+def test_the_time_it_will_take_is_said_after_a_few_steps(corpus, tmp_path):
+    process = call(*command(tmp_path / "run", corpus, steps=40))
+    said = process.stderr.splitlines()  # the bar ends its states with a carriage return, which ends a line here
+    pattern = r"mixdepth: about \d+ seconds? to go, at [\d,]+ tokens/s"
+    assert len([line for line in said if re.fullmatch(pattern, line)]) == 1
+    bars = [line for line in said if line.startswith("training:")]
+    assert re.search(r"loss \d\.\d+, [\d,]+ tokens/s, \d\.\d+e\+\d+ FLOPs\]$", bars[-1])
+
+    again = call(*command(tmp_path / "run", corpus, steps=40))
+    assert "to go" not in again.stderr
+    short = call(*command(tmp_path / "short", corpus, steps=4))
+    assert "to go" not in short.stderr
+
+
+def test_the_time_to_go_follows_from_flops_and_the_speed_from_tokens(monkeypatch):
+    now = iter([100.0, 106.0])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    said = []
+    monkeypatch.setattr(callbacks, "tell", said.append)
+    # Steps cost half as much from step 10 on. Steps 2 to 4 take 2 seconds each.
+    schedule = SimpleNamespace(tokens_per_step=2400, flops_until=lambda step: 2 * min(step, 10) + max(step - 10, 0))
+    progress = Progress(schedule, is_shown=True)
+    for step in range(1, 9):
+        progress.on_step_end(None, SimpleNamespace(global_step=step, max_steps=250), None)
+    assert said == ["about 4 minutes to go, at 1,200 tokens/s"]  # 6 of 6 steps at 2 s, and 240 at 1 s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.2, "1 second"),
+        (1.4, "1 second"),
+        (44, "44 seconds"),
+        (89, "89 seconds"),
+        (91, "2 minutes"),
+        (5000, "83 minutes"),
+        (5500, "1.5 hours"),
+        (90000, "25 hours"),
+        (130000, "1.5 days"),
+        (4e5, "4.6 days"),
+        (1e7, "116 days"),
+    ],
+)
+def test_a_time_is_said_in_the_unit_that_fits(seconds, words):
+    assert duration(seconds) == words
