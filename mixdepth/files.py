@@ -11,8 +11,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from filelock import Timeout
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
 TOO_LONG = "the name is too long"
 RESTORE = "restore it, or start again in another folder"
@@ -107,6 +105,8 @@ def check_keys(value: Any, keys: Sequence[str], path: Path, way_out: str = RESTO
             raise ValueError(f"{str(path)!r} is damaged (it has no {key!r}): {way_out}")
 
 
+ERRORS_OF_WRITERS = ("SafetensorError", "CheckpointException")
+"""What safetensors and torch raise, by name: to import these classes would import torch."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The numbers of errors for a full disk."""
 NAME_OF_ERROR = re.compile(r"^(\w+\.)*\w+(Error|Exception): ")
@@ -118,10 +118,8 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an error in writing into one sentence: each library has its own kind of error for a full disk."""
     try:
         yield
-    except Timeout:  # an OSError too
-        raise
-    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+    except BaseException as error:
+        if not _is_about_writing(error):
             raise
         reason = _reason(error)
         way_out = "choose another folder"
@@ -130,6 +128,15 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(
             f"{str(path)!r} cannot be written ({reason}); what was finished before is untouched: {way_out}"
         ) from error
+
+
+def _is_about_writing(error: BaseException) -> bool:
+    """Say whether this is an error in writing a file."""
+    if isinstance(error, Timeout):  # an OSError too: another process holds the lock
+        return False
+    if isinstance(error, RuntimeError):
+        return "PytorchStreamWriter" in str(error)
+    return isinstance(error, OSError) or type(error).__name__ in ERRORS_OF_WRITERS
 
 
 def _reason(error: BaseException) -> str:

@@ -166,8 +166,17 @@ def imported_by(code):
     return set(answer.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
-def test_help_imports_neither_torch_nor_transformers(arguments):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["--version"],
+        ["train", "--out", "runs/new", "--capacity", "12.5"],
+        ["trian"],
+    ],
+)
+def test_help_and_refusals_import_neither_torch_nor_transformers(arguments):
     call = f"from mixdepth.cli import main\ntry: main({arguments})\nexcept SystemExit: pass"
     assert not {"torch", "transformers"} & imported_by(call)
 

@@ -39,13 +39,15 @@ def _add_train(verbs: Any, shows_all: bool) -> None:
 
 
 def _train(out: str, dense: bool, **options: Any) -> None:
-    from mixdepth import train
-
     routing = routing_settings(options)
     if dense and routing:
         raise ValueError(f"a dense model has no {next(iter(routing))}: leave out --dense or the routing settings")
     depth = None if dense else DepthConfig.from_flat(**routing)
-    run = train(out, TrainConfig.from_dict({**options, "depth": depth}))
+    config = TrainConfig.from_dict({**options, "depth": depth})
+
+    from mixdepth import train  # after the settings were checked: it imports torch
+
+    run = train(out, config)
     _print_result(run.result, out)
 
 
