@@ -14,12 +14,13 @@ from mixdepth.models.missing import missing_run
 @pytest.fixture
 def demo(tmp_path, monkeypatch):
     """A folder that holds the folder `demo` with three runs, as the current folder."""
+    folder = tmp_path / "here"  # nothing else lies next to it, whatever other tests have left
     for name in ("dense", "routed", "shallow"):
-        (tmp_path / "demo" / name).mkdir(parents=True)
-        (tmp_path / "demo" / name / "run.json").write_text("{}")
-    (tmp_path / "demo/plots").mkdir()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (folder / "demo" / name).mkdir(parents=True)
+        (folder / "demo" / name / "run.json").write_text("{}")
+    (folder / "demo/plots").mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def test_a_missing_run_is_refused_with_the_runs_next_to_it(demo):
